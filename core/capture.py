@@ -1,0 +1,64 @@
+"""CUDA graphs: capture into one memory pool, and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.batch import BatchShape
+
+
+class GraphPool:
+    """The graphs of one engine. The model's end at the logits; samplers are small graphs of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._models: dict[BatchShape, torch.cuda.CUDAGraph] = {}
+        self._samplers: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.num_bytes = 0
+
+    def model(self, shape: BatchShape) -> Callable[[], None] | None:
+        """The replay of a shape, or None if it was not captured."""
+        graph = self._models.get(shape)
+        return None if graph is None else graph.replay
+
+    def sampler(self, shape: BatchShape, greedy: bool) -> Callable[[], Tensor] | None:
+        """The replay of the sampler for the rows of a shape: it returns the sampled ids, [R]."""
+        entry = self._samplers.get((shape.num_seqs, greedy))
+        if entry is None:
+            return None
+        graph, sampled = entry
+
+        def replay() -> Tensor:
+            graph.replay()
+            return sampled
+
+        return replay
+
+    def capture_model(self, shape: BatchShape, run: Callable[[], None]) -> None:
+        self._models[shape], _ = self._capture(run)
+
+    def capture_sampler(self, shape: BatchShape, greedy: bool, run: Callable[[], Tensor]) -> None:
+        graph, sampled = self._capture(run)
+        assert sampled is not None
+        self._samplers[shape.num_seqs, greedy] = graph, sampled
+
+    def _capture(self, run: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+        """One eager pass first: it compiles kernels and builds plans, which capture must not do."""
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(self._stream):
+            run()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            out = run()
+        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return graph, out

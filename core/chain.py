@@ -1,0 +1,108 @@
+"""From the chain of atomic nodes and the spans on offer to the list of operations that a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+
+from core.errors import UserError
+from core.model import EMBED, FINAL_NORM, LAYER, LM_HEAD, VALUES, Node, Operation, Site
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.batch import Batch
+    from core.facts import ModelFacts
+    from core.seams import Span
+
+
+class Placed(NamedTuple):
+    """A node at its place in the chain."""
+
+    node: Node
+    site: Site
+
+
+def decoder_chain(head_site: Site, layer_sites: Seq[Site]) -> list[Placed]:
+    """The whole decoder, from token ids to logits."""
+    chain = [Placed(EMBED, head_site)]
+    chain += [Placed(node, site) for site in layer_sites for node in LAYER]
+    return [*chain, Placed(FINAL_NORM, head_site), Placed(LM_HEAD, head_site)]
+
+
+def cover(
+    chain: Seq[Placed], spans: Iterable[Span], fuel: int | None = None, strict: bool = False
+) -> list[Operation]:
+    """Replace runs of nodes by spans, without overlap; nodes that no span claims stay plain.
+
+    Spans claim in order of priority, then of length, then of name. With `strict` (spans asked for by name) two
+    that want the same node are an error. `fuel` bounds the number of places claimed, counted from the start of
+    the chain: bisecting on it finds the first place where a span deviates.
+    """
+    names = [placed.node.name for placed in chain]
+    claimed: dict[int, Span] = {}  # node index -> span, for every node of a claimed run
+    starts: dict[int, Span] = {}
+    for span in sorted(spans, key=lambda s: (-s.priority, -len(s.nodes), s.name)):
+        width = len(span.nodes)
+        for i in range(len(chain) - width + 1):
+            if tuple(names[i : i + width]) != span.nodes:
+                continue
+            taken = next((claimed[j] for j in range(i, i + width) if j in claimed), None)
+            if taken is None:
+                starts[i] = span
+                claimed.update(dict.fromkeys(range(i, i + width), span))
+            elif strict and taken is not span:
+                raise UserError(
+                    f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}: name one of them in fusion.only"
+                )
+    if fuel is not None:
+        starts = dict(sorted(starts.items())[:fuel])
+    return _operations(chain, starts)
+
+
+def _operations(chain: Seq[Placed], starts: dict[int, Span]) -> list[Operation]:
+    operations: list[Operation] = []
+    i = 0
+    while i < len(chain):
+        span = starts.get(i)
+        run = chain[i : i + (len(span.nodes) if span else 1)]
+        i += len(run)
+        reads, writes = _interface([placed.node for placed in run], [placed.node for placed in chain[i:]])
+        if span:
+            operations.append(
+                Operation(span.name, tuple(p.site for p in run), span.run, reads, writes)
+            )
+        else:
+            node, site = run[0]
+            operations.append(Operation(node.name, site, node.run, node.reads, node.writes))
+    return operations
+
+
+def _interface(run: Seq[Node], rest: Seq[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a run of nodes reads from outside, and what it writes that is read after it."""
+    reads: set[str] = set()
+    written: set[str] = set()
+    for node in run:
+        reads |= set(node.reads) - written
+        written |= set(node.writes)
+    live, pending = set(), set(written)
+    for node in rest:
+        live |= pending & set(node.reads)
+        pending -= set(node.reads) | set(node.writes)
+        if not pending:
+            break
+    # The last operation of a chain has no reader: what it writes is the result.
+    live |= pending if not rest else set()
+    return _ordered(reads), _ordered(live)
+
+
+def _ordered(names: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in VALUES if name in names)
+
+
+def execute(operations: Seq[Operation], batch: Batch, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run the operations in order. `live` is updated in place and returned."""
+    for operation in operations:
+        out = operation.run(operation.sites, batch, *[live[name] for name in operation.reads])
+        live.update(zip(operation.writes, out, strict=True))
+    return live

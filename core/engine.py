@@ -1,0 +1,451 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops, publishing
+
+With overlap (depth 1, the default on CUDA) a step is launched before the tokens of the one before it are known:
+the ids are gathered on the device, stops by length are known in advance, an EOS overruns by one step whose token is
+dropped. Without overlap (depth 0, a synchronous device) every step is harvested before the next is planned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from core.batch import Limits, Sequence
+from core.compose import Parts, compose
+from core.errors import RunError, UserError
+from core.metrics import RequestMetrics, StepCounters, request_metrics
+from core.sampling import SamplingParams
+from core.schedule import Schedule, StepPlan
+from core.scoring import score
+from core.slots import Slots
+from core.tokenizer import TextStream
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from core.executor import InFlight
+
+_T = TypeVar("_T")
+Prompt = str | Seq[int]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One finished request. `finish_reason`: "stop", "length", "abort", or "error" (then `error` says why)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What a step brought for one request: new tokens, the text they decide, and the output if it ended."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    output: RequestOutput | None = None
+
+
+@dataclass(eq=False)
+class _Request:
+    """What the engine keeps of a request beside its sequence."""
+
+    seq: Sequence
+    prompt: str | None
+    stream: TextStream | None
+    text: list[str] = field(default_factory=list)
+    num_streamed: int = 0
+
+
+class Engine:
+    """A model and four plugins, composed. Keyword arguments are the fields of `core.config.RunConfig`.
+
+    A seam (`kv`, `fusion`, `graphs`, `sched`) takes a name or an instance. `progress(stage, done, total)` is called
+    while weights load and graphs are captured. Raises UserError for what the caller can mend.
+    """
+
+    def __init__(
+        self, *, progress: Callable[[str, int, int], None] | None = None, **config: Any
+    ) -> None:
+        self.counters = StepCounters()
+        self._clock = time.perf_counter
+        self._requests: dict[str, _Request] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._num_added = 0
+        self._finished: list[StepEvent] = []
+        self._touched: list[_Request] = []
+        self._closed = False
+        parts: Parts = compose(config, self.counters, progress or _no_progress)
+        self.config, self.plan, self.notes = parts.config, parts.plan, list(parts.notes)
+        self.facts, self.limits = parts.facts, parts.limits
+        self.tokenizer = parts.tokenizer
+        self._parts = parts
+        self._kv, self._executor, self._slots = parts.kv, parts.executor, parts.slots
+        self._observe = getattr(parts.sched, "observe", None)
+        self._depth = 1 if parts.config.overlap else 0
+        self._schedule = Schedule(
+            parts.limits,
+            parts.kv,
+            parts.sched,
+            parts.slots,
+            self.counters,
+            chunk_size=parts.config.chunk_size,
+            clock=self._clock,
+            drain=self._drain,
+            admit=self._take_slot,
+        )
+        parts.built(self)
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a request, given as text or as token ids; refuses what can never run, with the numbers."""
+        self._check_open()
+        params = params or SamplingParams()
+        request_id = request_id if request_id is not None else str(self._num_added)
+        if request_id in self._requests:
+            raise UserError(f"request {request_id!r} is already running: give every request its own id")
+        ids = self._encode(prompt)
+        total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
+        self._refuse_impossible(len(ids), total)
+        seq = Sequence(
+            request_id=request_id,
+            token_ids=ids,
+            num_prompt=len(ids),
+            params=params,
+            arrival=self._clock(),
+            order=self._num_added,
+            max_tokens_total=total,
+            num_known=len(ids),
+            num_tokens=len(ids),
+            token_times=np.zeros(len(ids)),
+        )
+        self._num_added += 1
+        self._requests[request_id] = _Request(seq, prompt if isinstance(prompt, str) else None, None)
+        self._schedule.enqueue(seq)
+        return request_id
+
+    def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
+        ids: Seq[int] = ()
+        if len(prompt):
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise UserError("the prompt is empty: give at least one token")
+        array = np.asarray(ids, np.int64)
+        if array.min() < 0 or array.max() >= self.facts.vocab_size:
+            bad = int(array[(array < 0) | (array >= self.facts.vocab_size)][0])
+            raise UserError(
+                f"token id {bad} is outside the model's vocabulary of {self.facts.vocab_size}: "
+                f"give ids from 0 to {self.facts.vocab_size - 1}"
+            )
+        return array.astype(np.int32)
+
+    def _refuse_impossible(self, num_prompt: int, total: int) -> None:
+        longest = self.limits.max_model_len
+        if num_prompt >= longest:
+            raise UserError(
+                f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must hold the prompt "
+                f"and at least one new token: shorten the prompt or raise --max-model-len"
+            )
+        refusal = self._kv.ever_fits(total)
+        if refusal:
+            raise UserError(refusal)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; what it has written so far is its output. Unknown and finished ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences whose prompts are through and that will get a token from the next step."""
+        return len(self._schedule.decoding)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests or self._finished)
+
+    # ------------------------------------------------------------------------------------------------- step
+
+    def step(self) -> list[StepEvent]:
+        """Advance every running request by one step; what it brought, in the order of arrival of the rows."""
+        self._check_open()
+        touched = dict.fromkeys(self._advance())
+        events = [self._event(request) for request in touched if request.seq.request_id in self._requests]
+        finished, self._finished = self._finished, []
+        return [event for event in events if event.token_ids] + finished
+
+    def _advance(self) -> list[_Request]:
+        """Plan and launch a step, then land those that are due. Returns the requests that got a token."""
+        touched: list[_Request] = []
+        self._touched = touched
+        plan = self._schedule.plan()
+        if plan is not None:
+            self._launch(plan)
+        due = 0 if plan is None else self._depth
+        while len(self._in_flight) > due:
+            self._harvest(self._in_flight.popleft())
+        if plan is None and not touched and self._schedule.num_waiting and not self._in_flight:
+            self._unblock()
+        return touched
+
+    def _launch(self, plan: StepPlan) -> None:
+        try:
+            self._in_flight.append(self._executor.launch(plan))
+        except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
+            self.counters.num_failed_steps += 1
+            for slot in plan.slots.tolist():
+                seq = self._slots.owner[slot]
+                if seq is not None:
+                    self._slots.sync(seq)
+                    self._kv.rollback(seq, 0)
+                    self._finish(self._requests[seq.request_id], "error", _sentence(error))
+
+    def _harvest(self, step: InFlight) -> None:
+        """Take the tokens of a step that was launched earlier, and end whom they end."""
+        step.wait()
+        now = self._clock()
+        s = self._slots
+        live = s.epoch[step.slots] == step.epochs
+        slots, ids = step.slots[live], step.token_ids[live]
+        known = s.num_known[slots]
+        s.tokens[slots, known] = ids
+        s.token_times[slots, known] = now
+        s.num_known[slots] = known + 1
+        stopped = (ids[:, None] == s.stop_ids[slots]).any(1)
+        ended = stopped | (known + 1 >= s.max_total[slots])
+        if step.logprobs is not None:
+            self._keep_logprobs(slots, step.logprobs[live])
+        self._schedule.publish_known(slots[~ended])
+        for slot in slots.tolist():
+            self._touched.append(self._requests[s.owner[slot].request_id])  # type: ignore[union-attr]
+        for i in np.flatnonzero(ended).tolist():
+            request = self._requests[s.owner[slots[i]].request_id]  # type: ignore[union-attr]
+            self._finish(request, "stop" if stopped[i] else "length")
+
+    def _keep_logprobs(self, slots: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
+            seq = self._slots.owner[slot]
+            if seq is not None and seq.params.logprobs is not None:
+                seq.logprobs.append(value)
+
+    def _drain(self) -> bool:
+        """Land every step in flight; True if there was one."""
+        busy = bool(self._in_flight)
+        while self._in_flight:
+            self._harvest(self._in_flight.popleft())
+        return busy
+
+    def _unblock(self) -> None:
+        """Nothing runs, nothing is in flight, and the head of the queue still has no room: it never will."""
+        if self._schedule.num_running:
+            return
+        head = self._schedule.head()
+        if head is not None:
+            usage = self._kv.usage()
+            self._finish(
+                self._requests[head.request_id],
+                "error",
+                f"request {head.request_id!r} needs room for {head.num_tokens} tokens, the pool has "
+                f"{usage.num_tokens - usage.num_held} of {usage.num_tokens} free with nothing running: "
+                f"raise --kv-cache-bytes",
+            )
+
+    def _take_slot(self, seq: Sequence) -> int:
+        params = seq.params
+        seed = params.seed if params.seed is not None else (self.config.seed << 32) ^ seq.order
+        stop = () if params.ignore_eos else self.facts.eos_token_ids
+        return self._slots.take(seq, seed, (*stop, *params.stop_token_ids))
+
+    # ----------------------------------------------------------------------------------------------- ending
+
+    def _finish(self, request: _Request, reason: str, error: str | None = None) -> None:
+        """End a request: give back its slot and room, and queue its last event."""
+        seq = request.seq
+        self._schedule.remove(seq)
+        if seq.slot is not None:
+            self._kv.on_slot(seq, None)
+            self._kv.release(seq)
+            self._slots.give_back(seq)
+        event = self._event(request, final=True)
+        output = self._output(request, reason, error)
+        del self._requests[seq.request_id]
+        self._finished.append(StepEvent(seq.request_id, event.token_ids, event.text, output))
+
+    def _event(self, request: _Request, final: bool = False) -> StepEvent:
+        """The tokens of a request since its last event, and the text that they decide."""
+        seq = request.seq
+        self._slots.sync(seq)
+        lo = seq.num_prompt + request.num_streamed
+        fresh = seq.token_ids[lo : seq.num_known].tolist()
+        request.num_streamed += len(fresh)
+        if request.stream is None:
+            request.stream = TextStream(self.tokenizer)
+        text = request.stream.push(self._visible(fresh, seq))
+        if final:
+            text += request.stream.flush()
+        request.text.append(text)
+        return StepEvent(seq.request_id, fresh, text)
+
+    def _visible(self, ids: list[int], seq: Sequence) -> list[int]:
+        """Ids whose text is shown: a stop id ends a request and is not part of its text."""
+        if ids and not seq.params.ignore_eos and ids[-1] in self.facts.eos_token_ids:
+            return ids[:-1]
+        return ids[:-1] if ids and ids[-1] in seq.params.stop_token_ids else ids
+
+    def _output(self, request: _Request, reason: str, error: str | None) -> RequestOutput:
+        seq = request.seq
+        n = seq.num_prompt
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=seq.token_ids[:n].tolist(),
+            token_ids=seq.token_ids[n : seq.num_known].tolist(),
+            text="".join(request.text),
+            finish_reason=reason,
+            logprobs=None if seq.params.logprobs is None else seq.logprobs,
+            metrics=request_metrics(
+                arrival=seq.arrival,
+                first_scheduled=seq.first_scheduled,
+                ended=self._clock(),
+                token_times=seq.token_times[n : seq.num_known],
+                num_prompt=n,
+                num_cached=seq.num_cached,
+                num_preemptions=seq.num_preemptions,
+            ),
+            error=error,
+        )
+
+    # ------------------------------------------------------------------------------------------ whole batches
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to their end, with one SamplingParams for all or one each; outputs in order of prompts.
+
+        Nothing is queued unless everything can be. Requests added before go on beside these.
+        """
+        batch = _as_prompts(prompts)
+        each = _as_params(params, len(batch))
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                ids.append(self.add_request(prompt, one))
+        except UserError:
+            for request_id in ids:
+                self._discard(request_id)
+            raise
+        wanted, outputs, others = set(ids), {}, []
+        while len(outputs) < len(ids):
+            self._advance()
+            finished, self._finished = self._finished, []
+            for event in finished:
+                if event.request_id in wanted and event.output is not None:
+                    outputs[event.request_id] = event.output
+                else:
+                    others.append(event)
+        self._finished = others
+        return [outputs[request_id] for request_id in ids]
+
+    def _discard(self, request_id: str) -> None:
+        """Take back a request that was queued and never ran."""
+        self._schedule.remove(self._requests.pop(request_id).seq)
+
+    def score(
+        self,
+        token_ids: Seq[int],
+        reducer: Callable[[int, Tensor, Tensor], _T],
+        rows: int = 256,
+    ) -> list[_T]:
+        """Teacher-forced logits of `token_ids`, streamed: what generation reads, through the stored KV path.
+
+        `reducer(first, logits, targets)` is called for slices in order; logits [n, V] are those at positions
+        first .. first + n - 1, targets [n] int64 the tokens that follow (one fewer for the last position).
+        Returns what the reducer returned. Prefix hits are not used.
+        """
+        self._check_open()
+        ids = self._encode(token_ids)
+        if len(ids) > self.limits.max_model_len:
+            raise UserError(
+                f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}: raise --max-model-len"
+            )
+        return score(self._parts, ids, self._num_added, reducer, rows)
+
+    # ------------------------------------------------------------------------------------------------ closing
+
+    def report(self) -> dict[str, Any]:
+        """What this engine is and has done so far, JSON-able."""
+        return {**self._parts.describe(), "counters": self.counters.as_dict()}
+
+    def close(self) -> None:
+        """Give back the device memory. Unfinished requests are dropped."""
+        if not self._closed:
+            self._drain()
+            self._closed = True
+            self._requests.clear()
+            del self._schedule, self._executor, self._kv, self._parts
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("this engine is closed: build a new one")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and isinstance(batch[0], (int, np.integer)):
+        return [batch]  # type: ignore[list-item]  # one prompt given as ids
+    return batch  # type: ignore[return-value]
+
+
+def _as_params(
+    params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise UserError(
+            f"{num_prompts} prompts and {len(params)} SamplingParams: give one for all, or one each"
+        )
+    return list(params)
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    return None

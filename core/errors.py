@@ -1,0 +1,11 @@
+"""The two kinds of error that people see as one sentence, without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the caller can mend: what is wrong, the numbers, the next action. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A run that was asked for properly has failed (out of memory, a plugin raised). Exit code 1."""

@@ -1,0 +1,330 @@
+"""The device half of a step: stage the metadata, run or replay the model, sample, send the tokens home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from core.batch import Batch, BatchShape, HostBatch
+from core.capture import GraphPool
+from core.chain import Placed, cover, decoder_chain, execute
+from core.model import Operation, Site
+from core.sampling import SAMPLE, chosen_logprobs, sample_keys
+from core.slots import NO_TOKEN
+from core.staging import Staging, core_sections
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from core.batch import Limits
+    from core.facts import ModelFacts
+    from core.metrics import StepCounters
+    from core.schedule import StepPlan
+    from core.seams import GraphStrategy, KVManager, Span
+    from core.slots import Slots
+    from core.weights import ModelWeights
+
+
+class InFlight(NamedTuple):
+    """A step that has been launched. `slots` and `epochs` tell whose tokens they are, were the slots reused."""
+
+    plan: StepPlan
+    slots: NDArray[np.int32]  # [n], rows that sample
+    epochs: NDArray[np.int64]  # [n]
+    token_ids: NDArray[np.int32]  # [n], valid once `wait` has returned
+    logprobs: NDArray[np.float32] | None
+    wait: Callable[[], None]
+
+
+class Executor:
+    """Owns every per-step buffer, the operations of each token bucket, and the graphs."""
+
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        weights: ModelWeights,
+        rope: tuple[Tensor, Tensor],
+        kv: KVManager,
+        spans: Seq[Span],
+        fuel: int | None,
+        strict_spans: bool,
+        graphs: GraphStrategy,
+        limits: Limits,
+        slots: Slots,
+        counters: StepCounters,
+        device: torch.device,
+        num_in_flight: int,
+    ) -> None:
+        self.facts, self.limits, self.device = facts, limits, device
+        self._kv, self._graphs, self._slots, self._counters = kv, graphs, slots, counters
+        self._spans, self._fuel, self._strict = tuple(spans), fuel, strict_spans
+        sites = [
+            Site(i, facts, weights, weights.layers[i], *rope, kv, kv.sink(i))
+            for i in range(facts.num_layers)
+        ]
+        head = Site(-1, facts, weights, None, *rope, kv, None)
+        self._chain = decoder_chain(head, sites)
+        self._sample_chain = [Placed(SAMPLE, head)]
+        self._operations: dict[tuple[str, ...], list[Operation]] = {}
+        self._kv_arrays = dict(kv.metadata(limits))
+        self._staging = Staging(
+            {**core_sections(limits), **self._kv_arrays}, device, num_in_flight + 1
+        )
+        self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._logits = torch.zeros(
+            limits.max_num_seqs, facts.vocab_size, dtype=facts.dtype, device=device
+        )
+        self._out = _OutputRing(limits.max_num_seqs, device, num_in_flight + 1)
+        self._pool: GraphPool | None = None
+        self._shapes: dict[BatchShape, Batch] = {}
+
+    # ----------------------------------------------------------------------------------------------- launch
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Start a step. On CUDA this returns before it has run."""
+        batch, num_samples = self._stage(plan)
+        self._counters.num_steps += 1
+        graph = self._pool.model(batch.shape) if self._pool else None
+        if graph is not None:
+            self._counters.num_graph_steps += 1
+            graph()
+        else:
+            self._counters.num_eager_steps += 1
+            self._kv.begin_step(batch)
+            self._run_model(batch)
+        sampled_slots = plan.slots[plan.samples]
+        epochs = self._slots.epoch[sampled_slots]
+        if not num_samples:
+            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, _nothing)
+        sampled = self._sample(batch)
+        wants_logprobs = bool(self._slots.wants_logprobs[sampled_slots].any())
+        logprobs = chosen_logprobs(batch.logits, sampled) if wants_logprobs else None
+        ids, values, wait = self._out.send(sampled, logprobs, num_samples)
+        return InFlight(plan, sampled_slots, epochs, ids, values, wait)
+
+    def _run_model(self, batch: Batch) -> None:
+        chain = self._chain if len(batch.logit_rows) else self._chain[:-1]
+        operations = self._cover(chain, batch.shape.num_tokens)
+        execute(operations, batch, {})
+
+    def _sample(self, batch: Batch) -> Tensor:
+        graph = self._pool.sampler(batch.shape, batch.all_greedy) if self._pool else None
+        return graph() if graph is not None else self._run_sampler(batch)
+
+    def _run_sampler(self, batch: Batch) -> Tensor:
+        assert batch.logits is not None
+        operations = self._cover(self._sample_chain, batch.shape.num_tokens)
+        sampled = execute(operations, batch, {"logits": batch.logits})["sampled"]
+        # What the next step reads as input ids, so that it can be launched before the host knows them.
+        batch.last_token.index_copy_(0, batch.sample_slots.long(), sampled)
+        return sampled
+
+    def _cover(self, chain: list[Placed], num_tokens: int) -> list[Operation]:
+        sink = self._chain[1].site.sink
+        spans = [s for s in self._spans if s.when(num_tokens, self.facts, sink)]
+        key = (str(len(chain)), *(s.name + "/" + s.nodes[0] for s in spans))
+        if key not in self._operations:
+            self._operations[key] = cover(chain, spans, self._fuel, self._strict)
+        return self._operations[key]
+
+    # ---------------------------------------------------------------------------------------------- staging
+
+    def _stage(self, plan: StepPlan) -> tuple[Batch, int]:
+        """Fill the host arrays for `plan`, send them, and give the batch that views them."""
+        step = _host_batch(plan)
+        num_samples = int(plan.samples.sum())
+        max_query = int(plan.query_lens.max())
+        fresh = step.num_seqs == 1 and max_query > 1 and plan.starts[0] == 0
+        wanted = (step.num_tokens, step.num_seqs, max_query, int(step.seq_lens.max()), bool(fresh))
+        shape = self._graphs.select(*wanted) if self._pool else None
+        host = self._staging.host()
+        self._fill(host, plan, step, num_samples, shape)
+        if shape is None:
+            batch = self._view(BatchShape(*wanted), num_samples)
+        else:
+            batch = self._shapes[shape]
+        batch.host = step
+        batch.all_greedy = not self._slots.temperature[plan.slots].any()
+        while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
+            self._counters.num_extra_plans += 1
+            self._staging.send()
+            self._kv.begin_step(batch)
+            previous, host = host, self._staging.host()
+            for name, array in host.items():
+                array[...] = previous[name]
+        self._staging.send()
+        return batch, num_samples
+
+    def _fill(
+        self,
+        host: Mapping[str, NDArray[Any]],
+        plan: StepPlan,
+        step: HostBatch,
+        num_samples: int,
+        shape: BatchShape | None,
+    ) -> None:
+        s, trash = self._slots, self.limits.trash_slot
+        T, R, n = step.num_tokens, step.num_seqs, num_samples
+        padded_T, padded_R = (shape.num_tokens, shape.num_seqs) if shape else (T, R)
+        host["num_decodes"][0] = step.num_decodes
+        _pad(host["slots"], step.slots, padded_R, trash)
+        _pad(host["query_start"], step.query_start, padded_R + 1, T)
+        _pad(host["seq_lens"], step.seq_lens, padded_R, 0)
+        _pad(host["positions"], step.positions, padded_T, 0)
+        _pad(host["token_slots"], step.token_slots, padded_T, trash)
+        ids = s.tokens[step.token_slots, step.positions]
+        ids[step.positions >= s.num_known[step.token_slots]] = NO_TOKEN
+        _pad(host["token_ids"], ids, padded_T, 0)
+        sampling = plan.slots[plan.samples]
+        _pad(host["logit_rows"], step.query_start[1:][plan.samples] - 1, padded_R, 0)
+        _pad(host["sample_slots"], sampling, padded_R, trash)
+        _pad(host["temperature"], s.temperature[sampling], padded_R, 0)
+        keys = sample_keys(s.seed_state[sampling], step.seq_lens[plan.samples])
+        _pad(host["sample_keys"], keys, padded_R, 0)
+
+    def _view(self, shape: BatchShape, num_logits: int) -> Batch:
+        T, R, L = shape.num_tokens, shape.num_seqs, num_logits
+        d = self._staging.device
+        return Batch(
+            shape=shape._replace(num_seqs=R),
+            token_ids=d["token_ids"][:T],
+            positions=d["positions"][:T],
+            token_slots=d["token_slots"][:T],
+            slots=d["slots"][:R],
+            query_start=d["query_start"][: R + 1],
+            seq_lens=d["seq_lens"][:R],
+            num_decodes=d["num_decodes"],
+            logit_rows=d["logit_rows"][:L],
+            sample_slots=d["sample_slots"][:L],
+            temperature=d["temperature"][:L],
+            sample_keys=d["sample_keys"][:L],
+            kv={name: d[name] for name in self._kv_arrays},
+            last_token=self._last_token,
+            logits=self._logits[:L],
+        )
+
+    # ---------------------------------------------------------------------------------------------- capture
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str, int, int], None]) -> None:
+        """Capture every shape that the strategy asks for, the largest first, over padding rows only."""
+        shapes = sorted(set(self._graphs.shapes(self.limits)), reverse=True)
+        self._pool = pool = GraphPool(self.device)
+        for i, shape in enumerate(shapes):
+            progress("capture", i, len(shapes))
+            batch = self._shapes[shape] = self._view(shape, shape.num_seqs)
+            self._stage_padding(shape)
+
+            def model(batch: Batch = batch) -> None:
+                self._kv.begin_step(batch)
+                self._run_model(batch)
+
+            pool.capture_model(shape, model)
+            for greedy in (True, False):
+                if pool.sampler(shape, greedy) is None:
+                    batch.all_greedy = greedy
+                    pool.capture_sampler(shape, greedy, lambda b=batch: self._run_sampler(b))
+        progress("capture", len(shapes), len(shapes))
+
+    def _stage_padding(self, shape: BatchShape) -> None:
+        """A step without a single live row, of which every write goes to the trash."""
+        nothing = np.zeros(0, np.int32)
+        step = HostBatch(0, 0, 0, nothing, np.zeros(1, np.int32), nothing, nothing, nothing)
+        host = self._staging.host()
+        for name, array in host.items():
+            array[...] = self.limits.trash_slot if name.endswith("slots") else 0
+        self._kv.plan(step, {name: host[name] for name in self._kv_arrays})
+        self._staging.send()
+
+    # ------------------------------------------------------------------------------------------------ score
+
+    @torch.inference_mode()
+    def hidden_states(self, plan: StepPlan) -> Tensor:
+        """The final hidden states of one eager step, [T, hidden], through the stored KV path."""
+        batch, _ = self._stage_eagerly(plan)
+        self._kv.begin_step(batch)
+        live = execute(self._cover(self._chain[:-1], batch.shape.num_tokens), batch, {})
+        return live["hidden"]
+
+    def _stage_eagerly(self, plan: StepPlan) -> tuple[Batch, int]:
+        pool, self._pool = self._pool, None
+        try:
+            return self._stage(plan)
+        finally:
+            self._pool = pool
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        return self._pool.num_bytes if self._pool else 0
+
+    @property
+    def operations(self) -> list[str]:
+        """Names of the operations of one layer's neighbourhood at one token, as covered now."""
+        return [op.name for op in self._cover(self._chain, 1)]
+
+
+class _OutputRing:
+    """Host copies of sampled ids, one buffer a step in flight."""
+
+    def __init__(self, num_rows: int, device: torch.device, size: int) -> None:
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            self._ids = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(size)]
+            self._logprobs = [torch.zeros(num_rows, pin_memory=True) for _ in range(size)]
+            self._events = [torch.cuda.Event() for _ in range(size)]
+        self._turn = 0
+
+    def send(
+        self, ids: Tensor, logprobs: Tensor | None, n: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None, Callable[[], None]]:
+        """Start the copy; the arrays are valid once the returned function has returned."""
+        if not self._on_cuda:
+            return ids[:n].numpy(), None if logprobs is None else logprobs[:n].numpy(), _nothing
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._events)
+        host_ids, event = self._ids[turn], self._events[turn]
+        host_ids[:n].copy_(ids[:n], non_blocking=True)
+        values = None
+        if logprobs is not None:
+            self._logprobs[turn][:n].copy_(logprobs[:n], non_blocking=True)
+            values = self._logprobs[turn].numpy()[:n]
+        event.record()
+        return host_ids.numpy()[:n], values, event.synchronize
+
+
+def _nothing() -> None:
+    return None
+
+
+def _pad(out: NDArray[Any], values: NDArray[Any], width: int, fill: int) -> None:
+    n = len(values)
+    out[:n] = values
+    out[n:width] = fill
+
+
+def _host_batch(plan: StepPlan) -> HostBatch:
+    q = plan.query_lens
+    num_rows = len(q)
+    query_start = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(q, out=query_start[1:])
+    num_tokens = int(query_start[-1])
+    if num_tokens == num_rows:  # one token a row: all of it is decoding, whoever they are
+        return HostBatch(
+            num_tokens, num_rows, num_rows, plan.slots, query_start, plan.starts + 1,
+            plan.starts, plan.slots,
+        )  # fmt: skip
+    offsets = np.repeat(plan.starts - query_start[:-1], q)
+    positions = np.arange(num_tokens, dtype=np.int32) + offsets
+    return HostBatch(
+        num_tokens, num_rows, plan.num_decodes, plan.slots, query_start, plan.starts + q,
+        positions, np.repeat(plan.slots, q),
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""The decoder, written once in plain torch, as one flat chain of atomic nodes.
+
+    embed · (attn_norm · qkv_proj · qk_norm · rope · kv_write · attention · o_proj · attn_add ·
+             mlp_norm · gate_up · act_mul · down · mlp_add)* · final_norm · lm_head
+
+A node reads and writes named values. A fused span replaces a run of nodes; `core.chain.cover` picks
+the spans for a token bucket and gives the list of operations that a step runs. The plain nodes are
+the oracle of every span: they round where transformers rounds, in bf16 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.batch import Batch
+    from core.facts import ModelFacts
+    from core.seams import KVManager, KVSink
+    from core.weights import LayerWeights, ModelWeights
+
+VALUES = ("residual", "hidden", "qkv", "q", "k", "v", "ctx", "gate_up", "act", "logits", "sampled")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a node stands: its layer and all that a node or a span may use there.
+
+    `layer` is -1 and `weights` None for embed, final_norm and lm_head. `cos` and `sin` are float32
+    [max_model_len, head_dim / 2], scaled as the RoPE type asks. `sink` is the layer's KV sink.
+    """
+
+    layer: int
+    facts: ModelFacts
+    model: ModelWeights
+    weights: LayerWeights | None
+    cos: Tensor
+    sin: Tensor
+    kv: KVManager
+    sink: KVSink | None
+
+
+class Node(NamedTuple):
+    """An atomic step. `run(site, batch, *reads)` returns what it writes, as a tuple."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+
+
+class Operation(NamedTuple):
+    """A node or a span, placed. `writes` are the values that are live after it."""
+
+    name: str
+    sites: Site | tuple[Site, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension in float32, rounded to x.dtype before the gain."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return gain * wide.to(x.dtype)
+
+
+def rotate(x_TND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """RoPE in the half-split pairing, computed in x's dtype. cos and sin are [T, D / 2]."""
+    cos, sin = cos_TE[:, None].to(x_TND.dtype), sin_TE[:, None].to(x_TND.dtype)
+    a, b = x_TND.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _block(site: Site) -> LayerWeights:
+    """The weights of the layer that a node stands in."""
+    return cast("LayerWeights", site.weights)
+
+
+def _embed(site: Site, batch: Batch) -> tuple[Tensor, ...]:
+    fed_back = batch.last_token[batch.token_slots]
+    ids = torch.where(batch.token_ids < 0, fed_back, batch.token_ids)
+    return (F.embedding(ids, site.model.embed),)
+
+
+def _attn_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm(residual, _block(site).attn_norm, site.facts.rms_norm_eps),)
+
+
+def _qkv_proj(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
+    w = _block(site)
+    return (F.linear(hidden, w.qkv, w.qkv_bias),)
+
+
+def _qk_norm(site: Site, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+    facts, w = site.facts, _block(site)
+    q, k, v = (
+        part.unflatten(-1, (-1, facts.head_dim))
+        for part in qkv.split_with_sizes(facts.qkv_sizes, -1)
+    )
+    if w.q_norm is not None and w.k_norm is not None:
+        q = rms_norm(q, w.q_norm, facts.rms_norm_eps)
+        k = rms_norm(k, w.k_norm, facts.rms_norm_eps)
+    return q, k, v
+
+
+def _rope(site: Site, batch: Batch, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = site.cos[batch.positions], site.sin[batch.positions]
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def _kv_write(site: Site, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    site.kv.write(site.layer, k, v, batch)
+    return ()
+
+
+def _attention(site: Site, batch: Batch, q: Tensor) -> tuple[Tensor, ...]:
+    return (site.kv.attend(site.layer, q, batch),)
+
+
+def _o_proj(site: Site, batch: Batch, ctx: Tensor) -> tuple[Tensor, ...]:
+    w = _block(site)
+    return (F.linear(ctx, w.o, w.o_bias),)
+
+
+def _add(site: Site, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    return (residual + hidden,)
+
+
+def _mlp_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm(residual, _block(site).mlp_norm, site.facts.rms_norm_eps),)
+
+
+def _gate_up(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
+    w = _block(site)
+    return (F.linear(hidden, w.gate_up, w.gate_up_bias),)
+
+
+def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) * up,)
+
+
+def _down(site: Site, batch: Batch, act: Tensor) -> tuple[Tensor, ...]:
+    w = _block(site)
+    return (F.linear(act, w.down, w.down_bias),)
+
+
+def _final_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm(residual, site.model.final_norm, site.facts.rms_norm_eps),)
+
+
+def _lm_head(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
+    rows = hidden[batch.logit_rows]
+    if batch.logits is None:
+        return (F.linear(rows, site.model.lm_head),)
+    # The static buffer: a graph of its own, the sampler's, reads it.
+    return (torch.mm(rows, site.model.lm_head.t(), out=batch.logits),)
+
+
+EMBED = Node("embed", (), ("residual",), _embed)
+LAYER = (
+    Node("attn_norm", ("residual",), ("hidden",), _attn_norm),
+    Node("qkv_proj", ("hidden",), ("qkv",), _qkv_proj),
+    Node("qk_norm", ("qkv",), ("q", "k", "v"), _qk_norm),
+    Node("rope", ("q", "k"), ("q", "k"), _rope),
+    Node("kv_write", ("k", "v"), (), _kv_write),
+    Node("attention", ("q",), ("ctx",), _attention),
+    Node("o_proj", ("ctx",), ("hidden",), _o_proj),
+    Node("attn_add", ("residual", "hidden"), ("residual",), _add),
+    Node("mlp_norm", ("residual",), ("hidden",), _mlp_norm),
+    Node("gate_up", ("hidden",), ("gate_up",), _gate_up),
+    Node("act_mul", ("gate_up",), ("act",), _act_mul),
+    Node("down", ("act",), ("hidden",), _down),
+    Node("mlp_add", ("residual", "hidden"), ("residual",), _add),
+)
+FINAL_NORM = Node("final_norm", ("residual",), ("hidden",), _final_norm)
+LM_HEAD = Node("lm_head", ("hidden",), ("logits",), _lm_head)

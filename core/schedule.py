@@ -1,0 +1,247 @@
+"""Budget, admission, preemption: who is in the next step. Policy comes from the sched plugin, room from kv.
+
+One number per sequence: `num_computed` chases `num_tokens`. A prompt, a chunk of one, what a prefix hit leaves,
+a resumed sequence and a decode are the same case with different distances.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from core.batch import Limits, Sequence
+    from core.metrics import StepCounters
+    from core.seams import KVManager, Scheduler
+    from core.slots import Slots
+
+
+class StepPlan(NamedTuple):
+    """The rows of a step, decode rows first. All arrays [R]."""
+
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]  # tokens of the row computed before this step
+    query_lens: NDArray[np.int32]
+    samples: NDArray[np.bool_]  # the row reaches its last token and yields a new one
+    num_decodes: int
+
+
+class Schedule:
+    """Waiting, prefilling and decoding sequences, and the plan of the next step.
+
+    `drain` lands every step in flight; it is called before a sequence is preempted, because a victim's last token
+    may still be on the device (and may have ended it).
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        kv: KVManager,
+        sched: Scheduler,
+        slots: Slots,
+        counters: StepCounters,
+        *,
+        chunk_size: int | None,
+        clock: Callable[[], float],
+        drain: Callable[[], bool],
+        admit: Callable[[Sequence], int],
+    ) -> None:
+        self._limits, self._kv, self._sched, self._slots = limits, kv, sched, slots
+        self._counters, self._clock, self._drain, self._take_slot = counters, clock, drain, admit
+        self._chunk_size = chunk_size or limits.max_num_batched_tokens
+        self._may_start = getattr(sched, "may_start", None)
+        self._heap: list[tuple[Any, int, Sequence]] = []
+        self._waiting: dict[Sequence, None] = {}  # heap entries of others are stale
+        self.prefilling: list[Sequence] = []
+        self.decoding: dict[int, Sequence] = {}
+        self._decoding_slots: NDArray[np.int32] | None = None
+
+    # ---------------------------------------------------------------------------------------------- the queue
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def enqueue(self, seq: Sequence) -> None:
+        """`seq` waits for its first or next admission."""
+        self._waiting[seq] = None
+        heapq.heappush(self._heap, (self._sched.key(seq, self._clock()), seq.order, seq))
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget `seq`, wherever it is. Its room and slot are the engine's to give back."""
+        self._waiting.pop(seq, None)
+        if seq in self.prefilling:
+            self.prefilling.remove(seq)
+        if seq.slot is not None and self.decoding.get(seq.slot) is seq:
+            del self.decoding[seq.slot]
+            self._decoding_slots = None
+
+    def head(self) -> Sequence | None:
+        """Who is next to be admitted."""
+        entry = self._head()
+        return None if entry is None else entry[2]
+
+    def _head(self) -> tuple[Any, int, Sequence] | None:
+        if self._sched.rekey == "step":
+            clock = self._clock()
+            return min(((self._sched.key(s, clock), s.order, s) for s in self._waiting), default=None)
+        while self._heap and self._heap[0][2] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+    # ----------------------------------------------------------------------------------------------- the plan
+
+    def plan(self) -> StepPlan | None:
+        """The next step, its room reserved and its numbers advanced; None where nothing can run now."""
+        preempted = self._make_room_for_decodes()
+        slots = self._slots_of_decodes()
+        num_decodes = len(slots)
+        rows, lens = self._prefill_rows(
+            self._limits.max_num_batched_tokens - num_decodes, admit=not preempted
+        )
+        if not num_decodes and not rows:
+            return None
+        all_slots = np.concatenate((slots, np.array(rows, np.int32)))
+        query_lens = np.concatenate((np.ones(num_decodes, np.int32), np.array(lens, np.int32)))
+        return self._commit(all_slots, query_lens, num_decodes)
+
+    def _slots_of_decodes(self) -> NDArray[np.int32]:
+        if self._decoding_slots is None:
+            self._decoding_slots = np.fromiter(self.decoding, np.int32, len(self.decoding))
+        return self._decoding_slots
+
+    def _make_room_for_decodes(self) -> bool:
+        """Room for one more token of every decoding sequence; True if someone had to give way for it."""
+        preempted = False
+        while (seq := self._first_without_room()) is not None:
+            if self._drain():
+                continue  # landing what was in flight may have ended sequences, and freed their room
+            others = [*self.prefilling, *(s for s in self.decoding.values() if s is not seq)]
+            for other in others:
+                self._slots.sync(other)
+            self.preempt(self._sched.victim(others, seq) or seq)
+            preempted = True
+        return preempted
+
+    def _first_without_room(self) -> Sequence | None:
+        slots = self._slots_of_decodes()
+        needed = self._slots.num_tokens[slots]
+        for slot in slots[needed > self._kv.reserved[slots]].tolist():
+            seq = self.decoding[slot]
+            self._slots.sync(seq)
+            if self._kv.acquire(seq, seq.num_tokens) is None:
+                return seq
+        return None
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give back the room of `seq`; it waits again, and will compute its tokens anew."""
+        self.remove(seq)
+        self._kv.on_slot(seq, None)
+        self._kv.release(seq)
+        self._slots.give_back(seq)
+        self._counters.num_preemptions += 1
+        self._counters.num_recomputed_tokens += seq.num_computed
+        seq.num_preemptions += 1
+        seq.num_computed = 0
+        self.enqueue(seq)
+
+    def _prefill_rows(self, budget: int, admit: bool) -> tuple[list[int], list[int]]:
+        """Slots and chunk lengths of the sequences with prompt work, by policy, within `budget` tokens."""
+        clock = self._clock()
+        partials = sorted(
+            ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
+        )
+        rows: list[int] = []
+        lens: list[int] = []
+        while budget > 0:
+            head = self._head() if admit else None
+            if head is not None and (not partials or head[:2] < partials[-1][:2]):
+                if not self._admit(head[2]):
+                    admit = False
+                    continue
+                seq = head[2]
+            elif partials:
+                seq = partials.pop()[2]
+            else:
+                break
+            self._slots.sync(seq)
+            limit = min(budget, self._chunk_size, seq.remaining)
+            length = min(limit, self._sched.chunk(seq, limit))
+            if length > 0:
+                assert seq.slot is not None
+                rows.append(seq.slot)
+                lens.append(length)
+                budget -= length
+        return rows, lens
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Slot and room for the whole of `seq`'s known tokens, or nothing.
+
+        The whole, not the first chunk: a sequence admitted on less would be preempted in its own prefill.
+        """
+        if not self._slots.num_free:
+            return False
+        if self._may_start is not None and self.num_running:
+            if not self._may_start(seq, self._kv.usage()):
+                return False
+        cached = self._kv.acquire(seq, seq.num_tokens)
+        if cached is None:
+            return False
+        if seq.first_scheduled is None:
+            seq.first_scheduled, seq.num_cached = self._clock(), cached
+        seq.num_computed = cached
+        del self._waiting[seq]
+        self._kv.on_slot(seq, self._take_slot(seq))
+        self.prefilling.append(seq)
+        return True
+
+    def _commit(
+        self, slots: NDArray[np.int32], query_lens: NDArray[np.int32], num_decodes: int
+    ) -> StepPlan:
+        """Advance the numbers of every row as if the step had run; publish prompt blocks it will write."""
+        s = self._slots
+        starts = s.num_computed[slots]
+        s.num_computed[slots] = starts + query_lens
+        samples = s.num_computed[slots] == s.num_tokens[slots]
+        s.num_tokens[slots] += samples
+        self._publish(slots[num_decodes:])
+        self._regroup(slots, samples, num_decodes)
+        self._counters.num_decode_tokens += num_decodes
+        self._counters.num_prefill_tokens += int(query_lens[num_decodes:].sum())
+        return StepPlan(slots, starts, query_lens, samples, num_decodes)
+
+    def _publish(self, slots: NDArray[np.int32]) -> None:
+        """Share what is both known and written: prompt blocks at launch, generated ones at harvest."""
+        s = self._slots
+        ready = np.minimum(s.num_computed[slots], s.num_known[slots])
+        for slot in slots[ready >= self._kv.next_publish[slots]].tolist():
+            seq = s.owner[slot]
+            assert seq is not None
+            s.sync(seq)
+            self._kv.publish(seq, min(seq.num_computed, seq.num_known))
+
+    publish_known = _publish
+
+    def _regroup(
+        self, slots: NDArray[np.int32], samples: NDArray[np.bool_], num_decodes: int
+    ) -> None:
+        """Prefills that are through decode from now on; who samples its last token asks for no more."""
+        s = self._slots
+        for slot in slots[num_decodes:][samples[num_decodes:]].tolist():
+            seq = s.owner[slot]
+            assert seq is not None
+            self.prefilling.remove(seq)
+            self.decoding[slot] = seq
+            self._decoding_slots = None
+        for slot in slots[samples & (s.num_tokens[slots] >= s.max_total[slots])].tolist():
+            del self.decoding[slot]
+            self._decoding_slots = None

@@ -1,0 +1,92 @@
+"""Teacher-forced logits through the stored KV path, beside whatever else the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from core.batch import Sequence
+from core.errors import UserError
+from core.sampling import SamplingParams
+from core.schedule import StepPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from core.compose import Parts
+
+_T = TypeVar("_T")
+
+
+def score(
+    parts: Parts,
+    ids: NDArray[np.int32],
+    order: int,
+    reducer: Callable[[int, Tensor, Tensor], _T],
+    rows: int,
+) -> list[_T]:
+    """See `Engine.score`. The sequence takes a slot and room of its own, and gives both back."""
+    n = len(ids)
+    refusal = parts.kv.ever_fits(n)
+    if refusal:
+        raise UserError(refusal)
+    seq = Sequence(
+        request_id="score",
+        token_ids=ids,
+        num_prompt=n,
+        params=SamplingParams(max_tokens=1),
+        arrival=0.0,
+        order=order,
+        max_tokens_total=n,
+        num_known=n,
+        num_tokens=n,
+        share_prefix=False,
+        token_times=np.zeros(n),
+    )
+    if not parts.slots.num_free or parts.kv.acquire(seq, n) is None:
+        raise UserError(
+            f"there is no room to score {n} tokens beside the running requests: let them finish first"
+        )
+    slot = parts.slots.take(seq, 0, ())
+    parts.kv.on_slot(seq, slot)
+    try:
+        return _chunks(parts, seq, slot, reducer, rows)
+    finally:
+        parts.kv.on_slot(seq, None)
+        parts.kv.release(seq)
+        parts.slots.give_back(seq)
+
+
+def _chunks(
+    parts: Parts,
+    seq: Sequence,
+    slot: int,
+    reducer: Callable[[int, Tensor, Tensor], _T],
+    rows: int,
+) -> list[_T]:
+    size = min(parts.config.chunk_size or seq.num_known, parts.limits.max_num_batched_tokens)
+    targets = torch.from_numpy(seq.token_ids[: seq.num_known].astype(np.int64))
+    targets = targets.to(parts.device)
+    results: list[_T] = []
+    for start in range(0, seq.num_known, size):
+        length = min(size, seq.num_known - start)
+        plan = StepPlan(
+            slots=np.array([slot], np.int32),
+            starts=np.array([start], np.int32),
+            query_lens=np.array([length], np.int32),
+            samples=np.zeros(1, np.bool_),
+            num_decodes=0,
+        )
+        hidden = parts.executor.hidden_states(plan)
+        for lo in range(0, length, rows):
+            first = start + lo
+            part = hidden[lo : min(lo + rows, length)]
+            with torch.inference_mode():
+                logits = F.linear(part, parts.weights.lm_head)
+                results.append(reducer(first, logits, targets[first + 1 : first + len(part) + 1]))
+    return results

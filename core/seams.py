@@ -1,0 +1,296 @@
+"""The four seams. Each is one Protocol whose methods are pluggy hook specifications at the same time.
+
+pluggy checks names and arguments when an offer is composed; after that the engine holds plain bound methods,
+because a hook call costs about 2 µs and a method about 0.1 µs. A step makes no hook call.
+
+An *offer* is a class. Its facts are class attributes, read by vetoes, by `--show` and by the conformance suites;
+a fact claimed and not held is a failure. Its options are a nested `Config(OfferConfig)`; it is constructed as
+`Offer(config)`. Importing the module of an offer must import neither torch nor triton. Methods marked `optional`
+may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+import pluggy
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from core.batch import Batch, BatchShape, HostBatch, Limits, Sequence
+    from core.config import OfferConfig
+    from core.facts import ModelFacts
+    from core.model import Site
+
+PROJECT = "outweigh"
+SEAMS = ("kv", "fusion", "graphs", "sched")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_marker = pluggy.HookspecMarker(PROJECT)
+
+
+def spec(function: _F) -> _F:
+    """A method every offer of the seam has."""
+    return _marker(function, firstresult=True)
+
+
+def optional(function: _F) -> _F:
+    """A method that an offer may leave out."""
+    function.optional = True  # type: ignore[attr-defined]  # read back by core.registry.bind
+    return _marker(function, firstresult=True)
+
+
+# --------------------------------------------------------------------------------------------------------- kv
+
+
+class Capacity(NamedTuple):
+    """What a byte budget buys: tokens of context in all, and sequences at once."""
+
+    num_tokens: int
+    num_seqs: int
+
+
+class Usage(NamedTuple):
+    """Tokens of room: in all, held by running sequences, kept only for prefix hits (evictable)."""
+
+    num_tokens: int
+    num_held: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class KVSink:
+    """Where a fused span may write a layer's keys and values itself.
+
+    kind "blocks": `k` and `v` are [N, K, B, D]; token t goes to block `slot_map[t] // B`, offset `slot_map[t] % B`.
+    `slot_map` is int32 [T], filled by `begin_step`, and names the trash block for padding. `fresh` is a pair of
+    [max_num_batched_tokens, K, D] scratch tensors which receive this step's keys and values too, as attention must
+    see them, or None. A span that does not know a kind leaves it to the plain nodes.
+    """
+
+    kind: str
+    k: Tensor
+    v: Tensor
+    block_size: int
+    slot_map: Tensor
+    fresh: tuple[Tensor, Tensor] | None = None
+
+
+class KVManager(Protocol):
+    """Where keys and values live, and the attention that reads them.
+
+    Read semantics on every path: a query at position p sees the keys at 0..p as they are stored after p.
+    Offers that see less (evictors) declare it.
+    """
+
+    api: ClassVar[int]
+    lossless: ClassVar[bool]
+    prefix_sharing: ClassVar[bool]  # True: has an attribute `sharing`, which the core sets before `bind`
+    graph_safe: ClassVar[bool]
+    Config: ClassVar[type[OfferConfig]]
+
+    reserved: NDArray[Any]  # [S + 1] int32: tokens slot s can hold now; the core calls acquire for rows that cross it
+    next_publish: NDArray[Any]  # [S + 1] int32: publish is due once a slot's known length reaches it
+
+    # Host half: bookkeeping, no device work.
+
+    @spec
+    def capacity(self, kv_cache_bytes: int, facts: ModelFacts, limits: Limits) -> Capacity:
+        """What `kv_cache_bytes` buy, trash block, tails and scratch counted."""
+        raise NotImplementedError
+
+    @spec
+    def ever_fits(self, num_tokens: int) -> str | None:
+        """None if an empty pool holds a sequence of `num_tokens`, else the refusal as a sentence with numbers."""
+        raise NotImplementedError
+
+    @spec
+    def acquire(self, seq: Sequence, upto: int) -> int | None:
+        """Room for the first `upto` tokens of `seq`, in one atomic step.
+
+        The first call for a sequence may find shared blocks (compared by tokens, at most seq.num_known - 1 of
+        them, only if seq.share_prefix) and pins them. Returns the number of tokens already cached (0 on later
+        calls), or None with nothing changed where there is no room.
+        """
+        raise NotImplementedError
+
+    @spec
+    def on_slot(self, seq: Sequence, slot: int | None) -> None:
+        """`seq` now runs in `slot` (called after its first acquire), or gives its slot back (None)."""
+        raise NotImplementedError
+
+    @spec
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of `seq` are known and their keys are written or in flight: share them."""
+        raise NotImplementedError
+
+    @spec
+    def rollback(self, seq: Sequence, num_tokens: int) -> None:
+        """A step failed: nothing of `seq` beyond `num_tokens` counts as published any more."""
+        raise NotImplementedError
+
+    @spec
+    def release(self, seq: Sequence) -> None:
+        """`seq` ends or is preempted: unpin everything it holds. Safe to call once only."""
+        raise NotImplementedError
+
+    @spec
+    def usage(self) -> Usage:
+        """Tokens of room in all, held and cached."""
+        raise NotImplementedError
+
+    @spec
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books do not balance. For tests and idle engines."""
+        raise NotImplementedError
+
+    # Device half.
+
+    @spec
+    def bind(self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device) -> None:
+        """Allocate everything, once, in facts.dtype. Pointers stay valid until the engine closes."""
+        raise NotImplementedError
+
+    @spec
+    def metadata(self, limits: Limits) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Per-step host arrays that travel with the core's own copy: name -> (shape, numpy dtype name)."""
+        raise NotImplementedError
+
+    @spec
+    def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> bool:
+        """Fill the host arrays for this step, padding included. True if deltas are left over.
+
+        On True the core sends what is there, runs `begin_step`, and calls `plan` again.
+        """
+        raise NotImplementedError
+
+    @spec
+    def begin_step(self, batch: Batch) -> None:
+        """The device half of `plan`: the first node of every graph."""
+        raise NotImplementedError
+
+    @spec
+    def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """Store keys (after RoPE) and values of this step, both [T, K, D] with unit stride in D."""
+        raise NotImplementedError
+
+    @spec
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """Attention of q [T, H, D] (after RoPE, unscaled) over what is stored, this step included: [T, H * D]."""
+        raise NotImplementedError
+
+    @spec
+    def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+        """True values stored for positions lo..hi-1 of a slot: k [n, K, D], v [n, K, D], positions [n]."""
+        raise NotImplementedError
+
+    @spec
+    def sink(self, layer: int) -> KVSink | None:
+        """Where a fused span may write this layer, or None if only `write` may."""
+        raise NotImplementedError
+
+
+# ----------------------------------------------------------------------------------------------------- fusion
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of consecutive nodes computed by one function.
+
+    `when(num_tokens, facts, sink)` tells whether it applies to a token bucket. `run(sites, batch, *values)` gets
+    one Site a node (they differ where the span crosses the edge of a layer) and the values that it reads, in the
+    order of `core.model.VALUES`; it returns those it leaves live, in the same order, as a tuple. It may write a
+    value that it reads in place. Of two spans that want the same node the higher `priority` wins, then the longer.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+    when: Callable[[int, ModelFacts, KVSink | None], bool]
+    priority: int = 0
+
+
+class FusionSet(Protocol):
+    """How spans of the decoder's nodes are computed. Weights are never changed."""
+
+    api: ClassVar[int]
+    lossless: ClassVar[bool]
+    Config: ClassVar[type[OfferConfig]]
+
+    @spec
+    def spans(self, facts: ModelFacts, device: torch.device) -> Seq[Span]:
+        """Every span on offer for this model and device."""
+        raise NotImplementedError
+
+
+# ----------------------------------------------------------------------------------------------------- graphs
+
+
+class GraphStrategy(Protocol):
+    """Which shapes are captured once and replayed. Policy only: the core captures, pads and replays."""
+
+    api: ClassVar[int]
+    captures: ClassVar[bool]  # False: never captures, runs on any device
+    Config: ClassVar[type[OfferConfig]]
+
+    @spec
+    def shapes(self, limits: Limits) -> Seq[BatchShape]:
+        """Every shape to capture. The core captures the largest first, into one memory pool."""
+        raise NotImplementedError
+
+    @spec
+    def select(
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+    ) -> BatchShape | None:
+        """The captured shape that a step is padded to, or None: the step runs eagerly, and is counted."""
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------------ sched
+
+
+class Scheduler(Protocol):
+    """Who runs next, how much of it, who gives way. Admission, budget and liveness belong to the core."""
+
+    api: ClassVar[int]
+    rekey: ClassVar[Literal["never", "step"]]  # "never": keys are static and live in a heap
+    Config: ClassVar[type[OfferConfig]]
+
+    @spec
+    def key(self, seq: Sequence, clock: float) -> Any:
+        """Sort key among sequences with prompt work left; smallest first, ties by arrival."""
+        raise NotImplementedError
+
+    @spec
+    def chunk(self, seq: Sequence, budget: int) -> int:
+        """Tokens of `seq` to compute this step, of at most `budget`; 0 lets it wait."""
+        raise NotImplementedError
+
+    @spec
+    def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
+        """Who of `running` gives its room to `for_seq`; None if nobody is less urgent."""
+        raise NotImplementedError
+
+    @optional
+    def may_start(self, seq: Sequence, usage: Usage) -> bool:
+        """Whether a waiting sequence may be admitted now. Overridden when nothing else runs."""
+        raise NotImplementedError
+
+    @optional
+    def observe(self, num_tokens: int, num_seqs: int, seconds: float) -> None:
+        """Called once a step that has ended, with what it carried and its wall time."""
+        raise NotImplementedError
+
+
+PROTOCOLS: Mapping[str, type] = {
+    "kv": KVManager,
+    "fusion": FusionSet,
+    "graphs": GraphStrategy,
+    "sched": Scheduler,
+}
+API: Mapping[str, int] = {"kv": 1, "fusion": 1, "graphs": 1, "sched": 1}

@@ -1,0 +1,92 @@
+"""Struct of arrays for running sequences: one row a slot, so that a step costs a few numpy calls, not a loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.sampling import seed_state
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from core.batch import Limits, Sequence
+
+NO_TOKEN = -1  # an id that no tokenizer has: "still on the device" in a batch, "no stop id" in stop_ids
+
+
+class Slots:
+    """The numbers of every running sequence, indexed by slot; the last row is the trash slot.
+
+    `epoch` counts the owners of a slot: a step in flight remembers it, so that a reused slot never receives the
+    previous owner's token.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        rows = limits.max_num_seqs + 1
+        self.tokens = np.zeros((rows, limits.max_model_len), np.int32)
+        self.token_times = np.zeros((rows, limits.max_model_len), np.float64)
+        self.num_known = np.zeros(rows, np.int32)
+        self.num_tokens = np.zeros(rows, np.int32)
+        self.num_computed = np.zeros(rows, np.int32)
+        self.max_total = np.zeros(rows, np.int32)
+        self.epoch = np.zeros(rows, np.int64)
+        self.temperature = np.zeros(rows, np.float32)
+        self.seed_state = np.zeros(rows, np.uint64)
+        self.wants_logprobs = np.zeros(rows, np.bool_)
+        self.stop_ids = np.full((rows, 1), NO_TOKEN, np.int32)
+        self.owner: list[Sequence | None] = [None] * rows
+        self._free = list(range(limits.max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, seq: Sequence, seed: int, stop_ids: Seq[int]) -> int:
+        """Give `seq` a free slot and copy its numbers in."""
+        slot = self._free.pop()
+        n = seq.num_known
+        self.tokens[slot, :n] = seq.token_ids[:n]
+        self.token_times[slot, :n] = seq.token_times[:n]
+        seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
+        self.num_known[slot] = n
+        self.num_tokens[slot] = seq.num_tokens
+        self.num_computed[slot] = seq.num_computed
+        self.max_total[slot] = seq.max_tokens_total
+        self.temperature[slot] = seq.params.temperature
+        self.seed_state[slot] = seed_state(seed)
+        self.wants_logprobs[slot] = seq.params.logprobs is not None
+        self._set_stop_ids(slot, stop_ids)
+        self.owner[slot] = seq
+        seq.slot = slot
+        return slot
+
+    def give_back(self, seq: Sequence) -> None:
+        """Take the slot from `seq`, leaving it with copies of its tokens and stamps."""
+        slot = seq.slot
+        assert slot is not None and self.owner[slot] is seq
+        self.sync(seq)
+        seq.token_ids = self.tokens[slot, : seq.num_known].copy()
+        seq.token_times = self.token_times[slot, : seq.num_known].copy()
+        self.owner[slot] = None
+        self.epoch[slot] += 1
+        seq.slot = None
+        self._free.append(slot)
+
+    def sync(self, seq: Sequence) -> None:
+        """Bring the numbers of `seq` up to date before a plugin looks at them."""
+        slot = seq.slot
+        if slot is not None:
+            seq.num_known = int(self.num_known[slot])
+            seq.num_tokens = int(self.num_tokens[slot])
+            seq.num_computed = int(self.num_computed[slot])
+
+    def _set_stop_ids(self, slot: int, stop_ids: Seq[int]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(stop_ids) > width:
+            grown = np.full((self.stop_ids.shape[0], len(stop_ids)), NO_TOKEN, np.int32)
+            grown[:, :width] = self.stop_ids
+            self.stop_ids = grown
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids

@@ -1,0 +1,1 @@
+"""What tests of the engine and of third-party plugins share."""

@@ -1,0 +1,430 @@
+"""The conformance suite of the kv seam. Subclass it, name the offer, and run pytest:
+
+    class TestPagedFp8(KVManagerSuite):
+        plugin = "paged_fp8"                  # by registered name, or `offer = PagedFp8`
+        config = {"block_size": 16}
+        expected_failures = {"test_gather": "returns rounded values"}  # strict: a pass is a failure
+
+Every test states one clause of the contract in `core.seams.KVManager`. `core.testing.kv_gpu` runs
+all of them on CUDA, and from captured graphs too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import pytest
+import torch
+
+from core.batch import Limits
+from core.conform import bind
+from core.registry import Registry
+from core.testing import codes
+from core.testing.dense import run_dense_step, worst_error
+from core.testing.oracle import PageOracle
+from core.testing.probes import check_gather, compute, decode, run_step
+from core.testing.rig import Rig, tiny_facts
+
+if TYPE_CHECKING:
+    from core.batch import Sequence
+    from core.seams import KVManager
+
+MAX_LEN = 96  # tokens of the longest sequence here
+PLENTY = 5 * MAX_LEN  # tokens of room for everything that a test runs at once
+
+
+class KVManagerSuite:
+    """What every KVManager keeps. Class attributes say which one, and how exact it is.
+
+    `tolerance` is the largest absolute error of attention over values in [-1, 1) against float64.
+    `bytes_per_token` is what a token costs in a large cache; None: facts.kv_bytes_per_token.
+    """
+
+    plugin: ClassVar[str] = ""
+    offer: ClassVar[type | None] = None
+    config: ClassVar[Mapping[str, Any]] = {}
+    device: ClassVar[str] = "cpu"
+    dtype: ClassVar[torch.dtype] = torch.float32
+    tolerance: ClassVar[float] = 1e-5
+    bytes_per_token: ClassVar[float | None] = None
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    limits: ClassVar[Limits] = Limits(MAX_LEN, 4, 64)
+
+    @pytest.fixture(autouse=True)
+    def _expect(self, request: pytest.FixtureRequest) -> None:
+        """Mark what the subclass expects to fail, and skip a device that is not here."""
+        name = getattr(request.node, "originalname", request.node.name)
+        if name in self.expected_failures:
+            reason = self.expected_failures[name]
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+    # ------------------------------------------------------------------------------- helpers
+
+    def make(self, *, sharing: bool | None = None) -> KVManager:
+        """A fresh, unbound manager; `sharing` is what the engine may set before `bind`."""
+        offer: Any = self.offer or Registry().find("kv", self.plugin).load()
+        kv = bind("kv", offer(offer.Config(**self.config)))
+        if sharing is not None:
+            kv.sharing = sharing
+        return cast("KVManager", kv)
+
+    def rig(
+        self,
+        num_tokens: int = PLENTY,
+        limits: Limits | None = None,
+        *,
+        sharing: bool | None = None,
+    ) -> Rig:
+        """A bound manager with room for `num_tokens`."""
+        return Rig(
+            self.make(sharing=sharing),
+            num_tokens=num_tokens,
+            limits=limits or self.limits,
+            facts=tiny_facts(self.dtype),
+            device=self.device,
+        )
+
+    def unit(self) -> int:
+        """Tokens in which room is handed out."""
+        rig = self.rig()
+        seq = rig.sequence([1])
+        rig.admit(seq)
+        return int(rig.kv.reserved[_slot(seq)])
+
+    def edges(self) -> list[int]:
+        """Lengths around the unit, 1 and the longest among them."""
+        unit = self.unit()
+        lengths = {1, unit - 1, unit, unit + 1, 2 * unit, 3 * unit + 1, MAX_LEN}
+        return sorted(n for n in lengths if 0 < n <= MAX_LEN)
+
+    # ------------------------------------------------------------------------- facts and room
+
+    def test_fits_the_seam(self) -> None:
+        """Facts have their types, methods their arguments, options a description."""
+        config = type(self.make()).Config
+        assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
+        assert all(field.description for field in config.model_fields.values())
+
+    def test_capacity_is_what_the_bytes_buy(self) -> None:
+        """In a large cache a token costs what it is declared to; nothing outgrows the budget."""
+        facts, limits = tiny_facts(self.dtype), dataclasses.replace(self.limits, max_num_seqs=400)
+        cost = self.bytes_per_token or facts.kv_bytes_per_token
+        few, many = (
+            self.make().capacity(int(n * MAX_LEN * cost), facts, limits) for n in (100, 300)
+        )
+        assert abs(many.num_tokens - few.num_tokens - 200 * MAX_LEN) <= MAX_LEN
+        assert many.num_tokens <= 300 * MAX_LEN
+        assert self.make().capacity(0, facts, limits).num_seqs == 0
+
+    def test_what_is_allocated_stays_within_the_budget(self) -> None:
+        rig = self.rig()
+        capacity = rig.kv.capacity(rig.kv_cache_bytes, rig.facts, rig.limits)
+        assert rig.kv.usage() == (capacity.num_tokens, 0, 0)
+        storages = [tensor.untyped_storage() for tensor in rig.storage()]
+        num_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert sum(num_bytes.values()) <= rig.kv_cache_bytes
+
+    def test_ever_fits_says_numbers(self) -> None:
+        """What an empty pool can hold is accepted, and really fits; the rest is a sentence."""
+        rig = self.rig(num_tokens=MAX_LEN // 2)
+        fits = [n for n in range(1, MAX_LEN + 1) if rig.kv.ever_fits(n) is None]
+        assert fits == list(range(1, len(fits) + 1)) and len(fits) >= MAX_LEN // 2
+        assert rig.admit(rig.sequence([3] * fits[-1])) == 0
+        refusal = rig.kv.ever_fits(10 * MAX_LEN)
+        assert refusal is not None and str(10 * MAX_LEN) in refusal and len(refusal.split()) > 5
+
+    def test_a_full_pool_says_none_and_changes_nothing(self) -> None:
+        rig = self.rig(num_tokens=MAX_LEN, limits=Limits(MAX_LEN, 8, 64))
+        running, kv = _fill(rig), rig.kv
+        usage, reserved, due = kv.usage(), kv.reserved.copy(), kv.next_publish.copy()
+        assert kv.acquire(rig.sequence([7] * MAX_LEN), MAX_LEN) is None
+        kv.check_integrity()
+        assert kv.usage() == usage
+        assert (kv.reserved == reserved).all() and (kv.next_publish == due).all()
+        for seq in running:
+            compute(rig, seq)
+        rig.release(running[0])
+        assert rig.admit(rig.sequence([7] * running[0].num_known)) is not None
+
+    def test_release_gives_everything_back(self) -> None:
+        rig = self.rig(num_tokens=MAX_LEN, limits=Limits(MAX_LEN, 8, 64))
+        counts = set()
+        for _ in range(5):
+            running = _fill(rig)
+            counts.add(len(running))
+            for seq in running:
+                compute(rig, seq)
+            for seq in running:
+                rig.release(seq)
+            assert rig.kv.usage().num_held == 0
+        assert len(counts) == 1, f"one pool held {sorted(counts)} of the same sequences"
+
+    def test_room_is_nobody_elses(self) -> None:
+        """Sequences side by side, growing in turns, read back what each of them wrote."""
+        rig = self.rig()
+        running = [rig.sequence([10 + i] * (7 * i + 1)) for i in range(self.limits.max_num_seqs)]
+        for seq in running:
+            assert rig.admit(seq) == 0
+            compute(rig, seq)
+        for token in range(2 * 16 + 2):
+            for seq in running:
+                rig.append(seq, token)
+            run_step(rig, running)
+        for seq in running:
+            check_gather(rig, seq)
+
+    # -------------------------------------------------------------------------------- sharing
+
+    def test_sharing_is_as_declared(self) -> None:
+        """A prefix is shared if and only if the offer says so; holders do not need each other."""
+        rig, unit = self.rig(), self.unit()
+        prompt = list(range(MAX_LEN - 6))
+        first, second, third = (rig.sequence(prompt[:n] + [60]) for n in (90, 90, 40))
+        rig.admit(first)
+        compute(rig, first)
+        for seq in (second, third):
+            cached = rig.admit(seq)
+            whole_units = (seq.num_known - 1) // unit * unit
+            assert cached == (whole_units if rig.kv.prefix_sharing else 0)
+            compute(rig, seq)
+        decode(rig, [first, second, third], 3)
+        rig.release(first)
+        decode(rig, [second, third], 1)
+        rig.release(second)
+        decode(rig, [third], 17)
+        rig.release(third)
+        assert rig.kv.usage().num_held == 0
+
+    def test_a_token_is_left_to_compute(self) -> None:
+        """A prompt that is cached whole still needs the logits of its last token."""
+        rig = self.rig()
+        for n in self.edges():
+            for _ in range(2):
+                seq = rig.sequence([n] * n)
+                rig.admit(seq)  # asserts that fewer tokens than it knows are cached
+                compute(rig, seq)
+                rig.release(seq)
+
+    def test_a_shared_block_is_never_written(self) -> None:
+        """Whatever followers write, wherever they part from the first, its bytes stay."""
+        rig = self.rig()
+        first = rig.sequence([1 + i % 7 for i in range(50)])
+        rig.admit(first)
+        compute(rig, first)
+        before = _bytes_of(rig, first)
+        for num_common in (1, 15, 16, 17, 31, 49):
+            prompt = first.token_ids[:num_common].tolist() + [55] * 12
+            seq = rig.sequence(prompt)
+            rig.admit(seq)
+            compute(rig, seq)
+            decode(rig, [seq], 2)
+            rig.release(seq)
+            assert _bytes_of(rig, first) == before, f"changed by a prefix of {num_common} tokens"
+
+    def test_two_identical_prompts_in_one_step(self) -> None:
+        """Both may compute the same; both read their own, both go, a third finds it."""
+        rig, unit = self.rig(), self.unit()
+        first, second, third = (rig.sequence([2] * 40) for _ in range(3))
+        for seq in (first, second):
+            rig.admit(seq)
+        run_step(rig, [], [(seq, min(seq.remaining, 32)) for seq in (first, second)])
+        for seq in (first, second):
+            rig.publish_due(seq)
+            compute(rig, seq)
+        rig.release(first)
+        decode(rig, [second], 3)
+        cached = rig.admit(third)
+        assert cached == (39 // unit * unit if rig.kv.prefix_sharing else 0)
+        rig.release(second)
+        compute(rig, third)
+        rig.release(third)
+        assert rig.kv.usage().num_held == 0
+
+    def test_a_hit_is_verified_after_reuse(self) -> None:
+        """Room given to other content is not found under its old name."""
+        rig = self.rig(num_tokens=MAX_LEN + self.unit())
+        known = [5] * 60
+        intruders = ([6] * MAX_LEN, [5] * 20 + [6] * 70, [6] * 20 + [5] * 60, known[:33] + [9] * 40)
+        for intruder in intruders:
+            for prompt in (known, intruder, known[:50]):
+                seq = rig.sequence(prompt)
+                rig.admit(seq)
+                compute(rig, seq)
+                rig.release(seq)
+
+    def test_a_hit_knows_what_came_before(self) -> None:
+        """The same tokens after another history, or at another place, are other keys."""
+        rig = self.rig(num_tokens=4 * PLENTY)
+        a, b, c, d = (list(range(32 * i, 32 * i + 32)) for i in range(4))
+        for prompt in (a + b, c + d, a + d, c + b, b + a, d, b, c + a + d):
+            seq = rig.sequence([*prompt[: MAX_LEN - 1], 200])
+            rig.admit(seq)
+            compute(rig, seq)
+            rig.release(seq)
+
+    def test_rollback_takes_back_what_was_published(self) -> None:
+        rig, unit = self.rig(), self.unit()
+        first = rig.sequence([4] * 80)
+        rig.admit(first)
+        compute(rig, first)
+        for num_kept in (unit + 1, 0):
+            rig.kv.rollback(first, num_kept)
+            rig.kv.check_integrity()
+            follower = rig.sequence([4] * 80)
+            cached = rig.admit(follower)
+            assert cached is not None and cached <= num_kept
+            rig.release(follower)
+        rig.publish_due(first)
+        again = rig.sequence([4] * 80)
+        cached = rig.admit(again)
+        assert cached is not None and (cached > 0) == (rig.kv.prefix_sharing and unit < 80)
+        compute(rig, again)
+
+    def test_sharing_can_be_switched_off(self) -> None:
+        """For one sequence by `share_prefix`, for all by the engine before `bind`."""
+        for sharing, share_prefix in ((True, False), (False, True)):
+            rig = self.rig(sharing=sharing)
+            for _ in range(2):
+                seq = rig.sequence([8] * 70, share_prefix=share_prefix)
+                assert rig.admit(seq) == 0
+                compute(rig, seq)
+                assert rig.kv.next_publish[_slot(seq)] > MAX_LEN
+                rig.release(seq)
+            assert rig.kv.usage().num_cached == 0
+
+    # ---------------------------------------------------------------------- writing and reading
+
+    def test_write_then_read_is_dense_attention(self) -> None:
+        """At every edge of a block: a prompt in one piece, and a token after it."""
+        rig = self.rig(limits=Limits(MAX_LEN, 4, MAX_LEN))
+        for n in self.edges():
+            seq = rig.sequence([n] * n, share_prefix=False)
+            rig.admit(seq)
+            out = run_dense_step(rig, [], [(seq, n)])
+            assert worst_error(rig, seq, 0, out) <= self.tolerance
+            if n < MAX_LEN:
+                rig.append(seq, 1)
+                assert worst_error(rig, seq, n, run_dense_step(rig, [seq])) <= self.tolerance
+            rig.release(seq)
+
+    def test_chunks_do_not_show(self) -> None:
+        """Chunked anywhere, alone or beside others, a prompt reads what it reads in one piece."""
+        rig = self.rig(limits=Limits(MAX_LEN, 4, MAX_LEN))
+        whole, chunked, other = (rig.sequence([3] * n, share_prefix=False) for n in (80, 80, 9))
+        rig.admit(whole)
+        unchunked = run_dense_step(rig, [], [(whole, 80)])
+        rig.release(whole)
+        for seq in (chunked, other):
+            rig.admit(seq)
+        run_dense_step(rig, [], [(other, 9)])
+        parts = []
+        for n in (1, 15, 16, 17, 1, 30):
+            rig.append(other, n)
+            out = run_dense_step(rig, [other], [(chunked, n)])
+            parts.append([layer[1:] for layer in out])
+        for layer, expected in enumerate(unchunked):
+            got = np.concatenate([part[layer] for part in parts])
+            assert np.abs(got - expected).max() <= self.tolerance
+
+    def test_gather_returns_what_was_written(self) -> None:
+        rig = self.rig()
+        for n in self.edges():
+            seq = rig.sequence([n] * n)
+            rig.admit(seq)
+            compute(rig, seq)
+            check_gather(rig, seq)
+            lo, hi = n // 3, n - n // 4
+            k, v, positions = rig.kv.gather(_slot(seq), 1, lo, hi)
+            shape = (hi - lo, rig.facts.num_kv_heads, rig.facts.head_dim)
+            assert k.shape == v.shape == shape
+            assert positions.tolist() == list(range(lo, hi))
+            wanted = codes.signs(rig.hashes(seq)[lo:hi], 1, codes.VALUE, rig.facts)
+            assert np.abs(v.float().cpu().numpy() - wanted).max(initial=0) < 0.5
+            rig.release(seq)
+
+    def test_a_slot_that_changes_hands(self) -> None:
+        """Short after long in one slot, and the long one again: nobody reads or spoils another."""
+        rig = self.rig(limits=Limits(MAX_LEN, 1, 64), num_tokens=2 * MAX_LEN)
+        for n in (MAX_LEN - 1, 3, MAX_LEN - 1, 40, 17, MAX_LEN - 1):
+            seq = rig.sequence([n] * n)
+            rig.admit(seq)
+            compute(rig, seq)
+            decode(rig, [seq], min(20, MAX_LEN - n))
+            rig.release(seq)
+
+    def test_a_long_hit_arrives_whole(self) -> None:
+        """What a hit tells the device may be more than one step's metadata hold."""
+        rig = self.rig(limits=Limits(MAX_LEN, 2, 8))
+        for _ in range(2):
+            seq = rig.sequence([11] * (MAX_LEN - 2))
+            rig.admit(seq)
+            compute(rig, seq)
+            decode(rig, [seq], 2)
+            rig.release(seq)
+
+    def test_padding_touches_nothing(self) -> None:
+        """In a full pool, steps padded far beyond their rows leave every other byte as it was."""
+        rig = self.rig(limits=Limits(MAX_LEN, 64, 128))
+        running = [rig.sequence([20 + i] * n) for i, n in enumerate((16, 33, 5))]
+        prompt = rig.sequence([40] * 21)
+        for seq in (*running, prompt):
+            assert rig.admit(seq, seq.num_known + 3) == 0
+        bystanders = [*_fill(rig, 40), *_fill(rig, 1)]
+        for seq in (*running, *bystanders):
+            compute(rig, seq, num_padding_tokens=80)
+        before = [_bytes_of(rig, seq) for seq in bystanders]
+        for seq in running:
+            rig.append(seq, 1)
+        run_step(rig, running, num_padding_tokens=1, num_padding_rows=1)
+        for seq in running:
+            rig.append(seq, 2)
+        run_step(rig, running, [(prompt, 20)], num_padding_tokens=100, num_padding_rows=1)
+        run_step(rig, [], [(prompt, 1)], num_padding_tokens=4, num_padding_rows=4)
+        assert [_bytes_of(rig, seq) for seq in bystanders] == before
+
+    # ----------------------------------------------------------------------------- the oracle
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_random_traces(self, seed: int) -> None:
+        rig = self.rig()
+        oracle = PageOracle(rig, seed=seed, num_requests=25, max_total=MAX_LEN - 10)
+        counts = oracle.run()
+        assert counts.num_finished == 25 and counts.num_mixed_steps and counts.num_preemptions
+        assert bool(counts.num_cached_tokens) == (rig.kv.prefix_sharing and self.unit() < 40)
+
+    @pytest.mark.parametrize("num_spare_units", [0, 1, 4])
+    def test_scarce_pools(self, num_spare_units: int) -> None:
+        """From room for the longest request alone on, everybody finishes and reads right."""
+        longest, unit = 60, self.unit()
+        room = -(-longest // unit) * unit + num_spare_units * unit
+        rig = self.rig(num_tokens=room)
+        oracle = PageOracle(rig, seed=7, num_requests=15, max_total=longest)
+        assert oracle.run().num_finished == 15
+
+
+def _slot(seq: Sequence) -> int:
+    assert seq.slot is not None
+    return seq.slot
+
+
+def _fill(rig: Rig, num_tokens: int = 20) -> list[Sequence]:
+    """Sequences without a common prefix, as many as there is room for."""
+    running = [rig.sequence([50] * num_tokens)]
+    while rig.admit(running[-1]) is not None:
+        running.append(rig.sequence([50 + len(running)] * num_tokens))
+    return running[:-1]
+
+
+def _bytes_of(rig: Rig, seq: Sequence) -> bytes:
+    """All that is stored for a sequence, as bytes."""
+    tensors = [
+        tensor
+        for layer in range(rig.facts.num_layers)
+        for tensor in rig.kv.gather(_slot(seq), layer, 0, seq.num_computed)[:2]
+    ]
+    return b"".join(tensor.float().cpu().numpy().tobytes() for tensor in tensors)

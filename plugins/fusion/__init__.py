@@ -1,0 +1,1 @@
+"""How spans of the decoder's nodes are computed."""

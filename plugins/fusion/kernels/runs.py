@@ -1,0 +1,92 @@
+"""The `run` of each span: from sites, batch and values of the chain to a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from plugins.fusion.kernels.act_mul import act_mul as _act_mul
+from plugins.fusion.kernels.add_norm import add_norm as _add_norm, embed_norm as _embed_norm
+from plugins.fusion.kernels.qk_rope_write import qk_rope_write as _qk_rope_write
+from plugins.fusion.kernels.sample import sample as _sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.batch import Batch
+    from core.model import Site
+    from core.seams import KVSink
+    from core.weights import LayerWeights
+
+Sites = tuple["Site", ...]
+
+
+def _block(site: Site) -> LayerWeights:
+    return cast("LayerWeights", site.weights)
+
+
+def _add_norm_in_place(site: Site, residual: Tensor, hidden: Tensor, gain: Tensor) -> None:
+    _add_norm(residual, hidden, gain, site.facts.rms_norm_eps, hidden)
+
+
+def embed_norm(sites: Sites, batch: Batch) -> tuple[Tensor, Tensor]:
+    """embed · attn_norm of the first layer: (residual, hidden)."""
+    ids, slots = batch.token_ids, batch.token_slots
+    embed, gain = sites[0].model.embed, _block(sites[1]).attn_norm
+    return _embed_norm(ids, slots, batch.last_token, embed, gain, sites[0].facts.rms_norm_eps)
+
+
+def add_mlp_norm(
+    sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """attn_add · mlp_norm: (residual, hidden), both in place."""
+    _add_norm_in_place(sites[1], residual, hidden, _block(sites[1]).mlp_norm)
+    return residual, hidden
+
+
+def add_attn_norm(
+    sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """mlp_add · attn_norm of the next layer: (residual, hidden), both in place."""
+    _add_norm_in_place(sites[1], residual, hidden, _block(sites[1]).attn_norm)
+    return residual, hidden
+
+
+def add_final_norm(sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Tensor]:
+    """mlp_add · final_norm: (hidden,), in place; nothing reads the residual after it."""
+    _add_norm_in_place(sites[1], residual, hidden, sites[1].model.final_norm)
+    return (hidden,)
+
+
+def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
+    """qk_norm · rope · kv_write: (q,); keys and values go straight to the sink."""
+    site = sites[0]
+    facts, w, sink = site.facts, _block(site), cast("KVSink", site.sink)
+    has_norm = w.q_norm is not None and w.k_norm is not None
+    q = _qk_rope_write(
+        qkv,
+        (w.q_norm, w.k_norm) if has_norm else None,
+        site.cos,
+        site.sin,
+        batch.positions,
+        (sink.k, sink.v),
+        sink.slot_map,
+        sink.fresh,
+        num_heads=facts.num_heads,
+        block_size=sink.block_size,
+        eps=facts.rms_norm_eps,
+    )
+    return (q,)
+
+
+def act_mul(sites: Sites, batch: Batch, gate_up: Tensor) -> tuple[Tensor]:
+    """act_mul: (act,)."""
+    return (_act_mul(gate_up),)
+
+
+def sample(sites: Sites, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+    """sample: (sampled,), int32 [R]."""
+    sampled = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    _sample(logits, batch.temperature, batch.sample_keys, sampled)
+    return (sampled,)

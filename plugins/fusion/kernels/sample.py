@@ -1,0 +1,101 @@
+"""Sampling by Gumbel-max over counter-based noise, in one pass over the logits and a small reduction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ELEMENTS = 2048  # of a row of logits a program
+
+
+@triton.jit
+def _fmix32(x):
+    """MurmurHash3's 32-bit finaliser on uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _scores_kernel(
+    logits_ptr, temperature_ptr, keys_ptr, best_ptr, index_ptr, num_blocks, stride_logits,
+    V: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    entry = block * ELEMENTS + tl.arange(0, ELEMENTS)
+    at = logits_ptr + row.to(tl.int64) * stride_logits + entry
+    score = tl.load(at, mask=entry < V, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        key0 = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
+        key1 = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
+        hashed = _fmix32(_fmix32(entry.to(tl.uint32) * 0x9E3779B1 + key0) ^ key1)
+        u = (hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
+        # -log(1 - u). Near 0, the end that wins, 1 - u would keep few of the 32 bits: there a series, exact
+        # to float32 below 1/64.
+        series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
+        exponential = tl.where(u < 0.015625, series, -tl.log(1.0 - u))
+        score = score / temperature - tl.log(exponential)
+    # A model that has gone wrong gives NaN; as the worst score it cannot lead outside of the vocabulary.
+    score = tl.where(score == score, score, float("-inf"))
+    best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_ptr + row * num_blocks + block, best)
+    tl.store(index_ptr + row * num_blocks + block, block * ELEMENTS + index)
+
+
+@triton.jit
+def _best_kernel(best_ptr, index_ptr, out_ptr, num_blocks, BLOCKS_PADDED: tl.constexpr):
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS_PADDED)
+    mask = block < num_blocks
+    best = tl.load(best_ptr + row * num_blocks + block, mask=mask, other=float("-inf"))
+    index = tl.load(index_ptr + row * num_blocks + block, mask=mask, other=0x7FFFFFFF)
+    tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), index, 0x7FFFFFFF), 0))
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor, out_R: Tensor
+) -> None:
+    """The index of the best logit / temperature + Gumbel noise of every row, int32; the lowest on ties.
+
+    Temperature 0 compares plain logits. The noise is a function of the row's key, int32 [R, 2], and of the entry
+    alone: -log(E), E = -log(1 - u), u = (h + 1/2) / 2^32, h = fmix32(fmix32(v * 0x9E3779B1 + key0) ^ key1).
+    """
+    num_rows, num_entries = logits_RV.shape
+    num_blocks = triton.cdiv(num_entries, _ELEMENTS)
+    best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_RV.device)
+    index = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_RV.device)
+    _scores_kernel[(num_blocks, num_rows)](
+        logits_RV, temperature_R, key_R2, best, index, num_blocks, logits_RV.stride(0),
+        V=num_entries, ELEMENTS=_ELEMENTS, num_warps=4,
+    )  # fmt: skip
+    _best_kernel[(num_rows,)](
+        best, index, out_R, num_blocks, BLOCKS_PADDED=triton.next_power_of_2(num_blocks), num_warps=1
+    )
+
+
+def scores_reference(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor) -> Tensor:
+    """The scores that `sample` compares, float64 [R, V]; hashes in int64, reduced modulo 2^32."""
+    low = (1 << 32) - 1
+
+    def fmix32(x: Tensor) -> Tensor:
+        # Products of two 32-bit numbers wrap in int64, which leaves their low 32 bits right.
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & low
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & low
+        return x ^ (x >> 16)
+
+    keys = key_R2.long() & low
+    entries = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    hashed = fmix32((entries * 0x9E3779B1 + keys[:, :1]) & low)
+    hashed = fmix32(hashed ^ keys[:, 1:])
+    u = (hashed.double() + 0.5) * 2.0**-32
+    noise = -torch.log(-torch.log1p(-u))
+    logits, temperature = logits_RV.double(), temperature_R.double()[:, None]
+    return torch.where(temperature > 0, logits / temperature.clamp_min(1e-30) + noise, logits)

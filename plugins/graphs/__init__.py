@@ -1,0 +1,1 @@
+"""Which shapes are captured once and replayed."""

@@ -1,0 +1,87 @@
+"""Capture everything: decode steps, lone fresh prompts and mixed steps, attention inside the graph.
+
+What a lone short prompt waits for in an eager engine is the host: some 15 ms of launches for 1 to 3 ms of kernels
+(Qwen3-0.6B on an H200). Replaying prefill as well removes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from core.batch import BatchShape
+from core.config import OfferConfig
+from plugins.graphs.ladder import at_least, rungs
+
+if TYPE_CHECKING:
+    from core.batch import Limits
+
+_FEWEST_MIXED_TOKENS = 64
+
+
+class FullGraphs:
+    """Three ladders: rows of decode steps, tokens of lone fresh prompts, tokens of mixed steps."""
+
+    api = 1
+    captures = True
+
+    class Config(OfferConfig):
+        fine: int = Field(8, ge=1, description="spacing of the decode ladder's lower rungs, in sequences")
+        fine_tokens: int = Field(
+            32, ge=1, description="spacing of the prefill ladders' lower rungs, in tokens"
+        )
+        max_tokens: int = Field(
+            4096, ge=1, description="largest captured prefill or mixed step, in tokens"
+        )
+        mixed: bool = Field(
+            True, description="capture steps that mix prompts, chunks and decodes, or several prompts"
+        )
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or self.Config()
+        self._rows: tuple[int, ...] = ()
+        self._fresh: tuple[int, ...] = ()
+        self._mixed: tuple[int, ...] = ()
+        self._limits: Limits | None = None
+
+    def shapes(self, limits: Limits) -> list[BatchShape]:
+        top = min(limits.max_num_batched_tokens, self.config.max_tokens)
+        self._limits = limits
+        self._rows = rungs(limits.max_num_seqs, self.config.fine)
+        self._fresh = tuple(n for n in rungs(top, self.config.fine_tokens) if n > 1)
+        # A mixed step carries max_num_seqs rows whatever it holds, so short rungs would save nothing.
+        mixed = rungs(top, 4 * self.config.fine_tokens) if self.config.mixed else ()
+        self._mixed = tuple(n for n in mixed if n >= min(top, _FEWEST_MIXED_TOKENS))
+        return [
+            *(self._decode(n) for n in self._rows),
+            *(self._prompt(n) for n in self._fresh),
+            *(self._mix(n) for n in self._mixed),
+        ]
+
+    def select(
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+    ) -> BatchShape | None:
+        if max_query == 1:
+            ladder, size, shape = self._rows, num_seqs, self._decode
+        elif fresh:
+            ladder, size, shape = self._fresh, num_tokens, self._prompt
+        else:
+            ladder, size, shape = self._mixed, num_tokens, self._mix
+        rung = at_least(ladder, size)
+        return None if rung is None else shape(rung)
+
+    def _decode(self, rows: int) -> BatchShape:
+        return BatchShape(rows, rows, 1, self._longest, False)
+
+    def _prompt(self, tokens: int) -> BatchShape:
+        return BatchShape(tokens, 1, tokens, tokens, True)
+
+    def _mix(self, tokens: int) -> BatchShape:
+        assert self._limits is not None
+        return BatchShape(tokens, self._limits.max_num_seqs, tokens, self._longest, False)
+
+    @property
+    def _longest(self) -> int:
+        assert self._limits is not None
+        return self._limits.max_model_len

@@ -1,0 +1,1 @@
+"""Where keys and values live, and the attention that reads them."""

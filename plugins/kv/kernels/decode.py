@@ -1,0 +1,216 @@
+"""Split-KV decode attention with the query heads of one KV head packed into one tile (Flash-Decoding, 2023)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.kv.kernels.limits import MAX_GROUP
+from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TILE_ELEMENTS = 8 * 1024  # of K a tile: in bf16, three programs of three stages share an SM
+_H200_SMS = 132
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, lens_ptr, num_decodes_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale_log2, num_splits, stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table,
+    stride_out, GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if row >= tl.load(num_decodes_ptr):
+        return
+    length = tl.load(lens_ptr + row)
+    per_split = tl.cdiv(tl.cdiv(length, num_splits), TILE_N) * TILE_N
+    begin = split * per_split
+    stop = tl.minimum(begin + per_split, length)
+    if SPLIT:
+        if begin >= stop:
+            return  # the merge knows from the length which splits hold something
+
+    member = tl.arange(0, TILE_M)
+    dim = tl.arange(0, D_PADDED)
+    heads = kv_head * GROUP + member
+    is_query = (member < GROUP)[:, None] & (dim < D)[None, :]
+    q_at = q_ptr + row.to(tl.int64) * stride_q_token + heads[:, None] * stride_q_head + dim[None, :]
+    q = tl.load(q_at, mask=is_query, other=0.0)
+
+    slot = tl.load(slots_ptr + row)
+    table_row = table_ptr + slot.to(tl.int64) * stride_table
+    k_head = k_ptr + kv_head * stride_kv_head
+    v_head = v_ptr + kv_head * stride_kv_head
+    top = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    acc = tl.zeros((TILE_M, D_PADDED), tl.float32)
+    ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
+    for start in range(begin, stop, TILE_N):
+        offsets = token_offsets(ids, start, stride_block, BLOCK, TILE_N, D)[:, None] + dim[None, :]
+        # The next tile's ids travel while this tile is computed. Loaded where they are used, they would sit
+        # between the pipeline and K and V, and halve how far ahead those are fetched.
+        ids = block_ids(table_row, slot, start + TILE_N, stop, BLOCK, TILE_N)
+        is_key = start + tl.arange(0, TILE_N) < stop
+        mask = is_key[:, None] & (dim < D)[None, :]
+        k = tl.load(k_head + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        v = tl.load(v_head + offsets, mask=mask, other=0.0)
+        acc, top, total = softmax_step(acc, top, total, scores, v)
+
+    divisor = tl.where(total > 0, total, 1.0)  # a row of length 0 gives zeros
+    acc = acc / divisor[:, None]
+    if SPLIT:
+        at = (row * tl.num_programs(1) * GROUP + heads) * num_splits + split
+        tl.store(partial_ptr + at[:, None] * D + dim[None, :], acc, mask=is_query)
+        tl.store(lse_ptr + at, top + tl.log2(divisor), mask=member < GROUP)
+    else:
+        out_at = out_ptr + row.to(tl.int64) * stride_out + heads[:, None] * D + dim[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    partial_ptr, lse_ptr, lens_ptr, num_decodes_ptr, out_ptr, num_splits, stride_out,
+    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if row >= tl.load(num_decodes_ptr):
+        return
+    length = tl.load(lens_ptr + row)
+    per_split = tl.cdiv(tl.cdiv(length, num_splits), TILE_N) * TILE_N
+    split = tl.arange(0, SPLITS_PADDED)
+    dim = tl.arange(0, D_PADDED)
+    is_used = split * per_split < length
+    at = (row * tl.num_programs(1) + head) * num_splits + split
+    lse = tl.load(lse_ptr + at, mask=is_used, other=float("-inf"))
+    mask = is_used[:, None] & (dim < D)[None, :]
+    partial = tl.load(partial_ptr + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
+    top = tl.maximum(tl.max(lse, 0), -1e30)  # finite where no split is used, so that weights are 0
+    weights = tl.exp2(lse - top)
+    total = tl.sum(weights, 0)
+    merged = tl.sum(partial * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_at = out_ptr + row.to(tl.int64) * stride_out + head * D + dim
+    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=dim < D)
+
+
+def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
+    """Programs that share one row's context: enough for four programs an SM over all rows and KV heads.
+
+    Host integers alone decide, never the lengths, so that a captured graph fits every step of its shape. On an
+    H200 with 8 KV heads: 32 for one row, 9 for 8, 2 for 64, 1 from 66 on.
+    """
+    most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more of them to reach every SM
+    return min(most, triton.cdiv(4 * num_sms, num_rows * num_kv_heads))
+
+
+def decode_attention(
+    q_THD: Tensor,
+    k_NKBD: Tensor,
+    v_NKBD: Tensor,
+    table: Tensor | None,
+    slots_R: Tensor,
+    seq_lens_R: Tensor,
+    num_decodes: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    num_rows: int,
+    out: Tensor,
+    num_splits: int | None = None,
+) -> None:
+    """Attention of one query a row over the first seq_lens[r] positions of its slot, into `out`.
+
+    Row r is token r of q [T, H, D] and of `out` ([T, H, D] or [T, H * D], heads contiguous). Rows from the device
+    scalar `num_decodes` int32 [1] on are left untouched; rows of length 0 below it become zeros. Caches are
+    [N, K, B, D] with one stride of N and contiguous blocks; `table` int32 [S + 1, W] names the blocks of every
+    slot, None means that the one block of a slot is the slot. `scale` multiplies q·k. Accumulates in float32.
+    """
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads = k_NKBD.shape[1]
+    padded = triton.next_power_of_2(head_dim)
+    tile_n = _tile_n(padded, k_NKBD.element_size())
+    if num_splits is None:
+        num_splits = choose_num_splits(num_rows, num_kv_heads, _num_sms(q_THD.device))
+    partial, lse = out, out
+    if num_splits > 1:
+        shape = (num_rows, num_heads, num_splits)
+        partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=out.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
+        q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, seq_lens_R, num_decodes,
+        out, partial, lse, scale * math.log2(math.e), num_splits, q_THD.stride(0), q_THD.stride(1),
+        k_NKBD.stride(0), k_NKBD.stride(1), 0 if table is None else table.stride(0), out.stride(0),
+        GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
+        BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n, SPLIT=num_splits > 1,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_kernel[(num_rows, num_heads)](
+            partial, lse, seq_lens_R, num_decodes, out, num_splits, out.stride(0), D=head_dim,
+            D_PADDED=padded, SPLITS_PADDED=triton.next_power_of_2(num_splits), TILE_N=tile_n, num_warps=4,
+        )  # fmt: skip
+
+
+def _tile_n(head_dim_padded: int, element_size: int) -> int:
+    elements = _TILE_ELEMENTS if element_size <= 2 else _TILE_ELEMENTS // 4  # no tensor cores: registers
+    return max(16, min(128, elements // head_dim_padded))
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _H200_SMS  # the interpreter computes what the GPU would
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stored(
+    cache_NKBD: Tensor, table: Tensor | None, slot: int, length: int, block_size: int
+) -> Tensor:
+    """The first `length` positions of a slot as a copy [length, K, D], in plain torch."""
+    if table is None:
+        return cache_NKBD[slot, :, :length].transpose(0, 1)
+    blocks = table[slot, : -(-length // block_size)].long()
+    return cache_NKBD[blocks].transpose(1, 2).flatten(0, 1)[:length]
+
+
+def attention_reference(q_nHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last n of L positions, [n, H, D] in float32, in plain torch."""
+    n, num_heads, _ = q_nHD.shape
+    length, num_kv_heads, _ = k_LKD.shape
+    k, v = (x.float().repeat_interleave(num_heads // num_kv_heads, 1) for x in (k_LKD, v_LKD))
+    scores = torch.einsum("nhd,lhd->hnl", q_nHD.float(), k) * scale
+    positions = torch.arange(length, device=k.device)
+    hidden = positions[None, :] > positions[length - n :, None]
+    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def decode_attention_reference(
+    q_THD: Tensor,
+    k_NKBD: Tensor,
+    v_NKBD: Tensor,
+    table: Tensor | None,
+    slots_R: Tensor,
+    seq_lens_R: Tensor,
+    num_decodes: int,
+    *,
+    block_size: int,
+    scale: float,
+) -> Tensor:
+    """What `decode_attention` writes for rows below `num_decodes`, float32 [num_decodes, H, D]."""
+    out = torch.zeros(num_decodes, *q_THD.shape[1:], device=q_THD.device)
+    for row in range(num_decodes):
+        slot, length = int(slots_R[row]), int(seq_lens_R[row])
+        if length:
+            k, v = (stored(c, table, slot, length, block_size) for c in (k_NKBD, v_NKBD))
+            out[row] = attention_reference(q_THD[row : row + 1], k, v, scale)[0]
+    return out

@@ -1,0 +1,58 @@
+"""Device functions that attention kernels share: from positions to cache addresses, and the softmax step.
+
+A *tile* is `TILE_N` consecutive positions that start at a multiple of `TILE_N`. `BLOCK` is the block size, or 0 for
+a contiguous cache, where the one block of a sequence is its slot. Block ids are loaded once a block wherever tiles
+and blocks nest, else once a token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_ids(table_row, slot, start, stop, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
+    """Ids of the blocks that hold positions start .. start + TILE_N - 1; 0 from `stop` on.
+
+    A scalar where a block holds whole tiles, [TILE_N // BLOCK] where a tile holds whole blocks, else [TILE_N].
+    """
+    if BLOCK == 0:
+        ids = slot
+    elif BLOCK % TILE_N == 0:
+        ids = tl.load(table_row + start // BLOCK, mask=start < stop, other=0)
+    elif TILE_N % BLOCK == 0:
+        first = start // BLOCK + tl.arange(0, TILE_N // BLOCK)
+        ids = tl.load(table_row + first, mask=first * BLOCK < stop, other=0)
+    else:
+        position = start + tl.arange(0, TILE_N)
+        ids = tl.load(table_row + position // BLOCK, mask=position < stop, other=0)
+    return ids
+
+
+@triton.jit
+def token_offsets(ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr):
+    """Element offsets [TILE_N] int64 of a tile's positions within one head of a [N, K, B, D] cache."""
+    lane = tl.arange(0, TILE_N)
+    if BLOCK == 0:
+        offsets = ids.to(tl.int64) * stride_block + (start + lane) * D
+    elif BLOCK % TILE_N == 0:
+        offsets = ids.to(tl.int64) * stride_block + (start % BLOCK + lane) * D
+    elif TILE_N % BLOCK == 0:
+        inner = tl.arange(0, BLOCK) * D
+        nested = (ids.to(tl.int64) * stride_block)[:, None] + inner[None, :]
+        offsets = tl.multiple_of(tl.reshape(nested, (TILE_N,)), 16)
+    else:
+        offsets = ids.to(tl.int64) * stride_block + ((start + lane) % BLOCK) * D
+    return offsets
+
+
+@triton.jit
+def softmax_step(acc, top, total, scores, v):
+    """One tile of the online softmax: `scores` are in log2 units, masked ones -inf (Milakov, Gimelshein 2018)."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total

@@ -1,0 +1,116 @@
+"""The tensors of a block-wise cache in the model's own dtype, and where a token stands in them.
+
+Shapes: L layers, N blocks, K key/value heads, B tokens a block, D head_dim, S slots, W columns of a
+table, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from core.seams import KVSink
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.batch import Limits
+    from core.facts import ModelFacts
+    from plugins.kv.cuda_path import CudaPath
+    from plugins.kv.torch_path import TorchPath
+
+_INDEX_BYTES = torch.int32.itemsize
+
+
+@dataclass(eq=False)
+class Storage:
+    """Keys and values of all layers, [L, N, K, B, D] each, and the static buffers around them.
+
+    `table` is int32 [S + 1, W]; without one the slot itself is the block. `slot_map` is int32
+    [max_num_batched_tokens], block * B + offset of each token of a step. `fresh` is the scratch
+    pair of KVSink.
+    """
+
+    k: Tensor
+    v: Tensor
+    block_size: int
+    slot_map: Tensor
+    table: Tensor | None
+    fresh: tuple[Tensor, Tensor] | None
+
+    def blocks(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Block and offset of each position of each slot; both broadcast, int32."""
+        if self.table is None:
+            return slots, positions
+        return self.table[slots, positions // self.block_size], positions % self.block_size
+
+    def apply_deltas(self, index: Tensor, block: Tensor) -> None:
+        """Write int32 [n] blocks at int64 [n] flat places of the table. No host read."""
+        assert self.table is not None
+        self.table.view(-1).index_copy_(0, index, block)
+
+    def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of keys and values [n, K, D] of positions lo..hi-1, and the positions, int32."""
+        positions = torch.arange(lo, hi, dtype=torch.int32, device=self.k.device)
+        block, offset = self.blocks(torch.full_like(positions, slot), positions)
+        return self.k[layer][block, :, offset], self.v[layer][block, :, offset], positions
+
+    def sink(self, layer: int) -> KVSink:
+        k, v = self.k[layer], self.v[layer]
+        return KVSink("blocks", k, v, self.block_size, self.slot_map, self.fresh)
+
+
+def allocate(
+    facts: ModelFacts,
+    limits: Limits,
+    device: torch.device,
+    *,
+    num_blocks: int,
+    block_size: int,
+    table_width: int,
+) -> Storage:
+    """Zeroed storage for `num_blocks` blocks, the trash block counted; width 0 means no table.
+
+    The scratch for fresh prompts is for the kernels of a GPU; a CPU reads what is stored.
+    """
+    heads, dim, num_tokens = facts.num_kv_heads, facts.head_dim, limits.max_num_batched_tokens
+    shape = (2, facts.num_layers, num_blocks, heads, block_size, dim)
+    data = torch.zeros(shape, dtype=facts.dtype, device=device)
+    index = {"dtype": torch.int32, "device": device}
+    fresh = None
+    if device.type == "cuda":
+        scratch = torch.zeros(2, num_tokens, heads, dim, dtype=facts.dtype, device=device)
+        fresh = scratch[0], scratch[1]
+    return Storage(
+        k=data[0],
+        v=data[1],
+        block_size=block_size,
+        slot_map=torch.zeros(num_tokens, **index),
+        table=torch.zeros(limits.max_num_seqs + 1, table_width, **index) if table_width else None,
+        fresh=fresh,
+    )
+
+
+def overhead_bytes(facts: ModelFacts, limits: Limits, table_width: int) -> int:
+    """Bytes beside the blocks: slot map, block tables, scratch.
+
+    The scratch is counted on every device, so that a budget buys the same room on a CPU as on a
+    GPU.
+    """
+    num_tokens = limits.max_num_batched_tokens
+    scratch = num_tokens * facts.kv_bytes_per_token // facts.num_layers
+    tables = (limits.max_num_seqs + 1) * table_width
+    return scratch + (num_tokens + tables) * _INDEX_BYTES
+
+
+def device_path(facts: ModelFacts, storage: Storage) -> CudaPath | TorchPath:
+    """Who writes and reads the storage: kernels on CUDA, plain torch anywhere else."""
+    if storage.k.device.type == "cuda":
+        from plugins.kv.cuda_path import CudaPath
+
+        return CudaPath(facts, storage)
+    from plugins.kv.torch_path import TorchPath
+
+    return TorchPath(facts, storage)

@@ -1,0 +1,1 @@
+"""Who runs next, how much of it, who gives way."""

@@ -1,0 +1,88 @@
+"""Options and marks of the suite, and the makers of third-party plugins that several tests use.
+
+`gpu` tests are skipped, with the reason in the summary, where torch sees no CUDA device; `real`
+tests without `--models DIR`. Nothing here or in the tests reaches a network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported by anybody: two workers on two cores, one thread each, and no hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("OUTWEIGH_PLUGINS", None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--models",
+        metavar="DIR",
+        help="folder with real models, one a sub-folder, for the tests marked `real`",
+    )
+
+
+def pytest_configure(config):
+    models = config.getoption("--models")
+    if models and not Path(models).is_dir():
+        raise pytest.UsageError(f"--models {models} is not a folder")
+
+
+def pytest_collection_modifyitems(config, items):
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _sees_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA device"))
+    if not config.getoption("--models"):
+        for item in items:
+            if item.get_closest_marker("real"):
+                item.add_marker(pytest.mark.skip(reason="real: needs --models DIR"))
+
+
+def _sees_cuda():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture
+def models_dir(request):
+    """The folder given by --models, for tests marked `real`."""
+    return Path(request.config.getoption("--models"))
+
+
+@pytest.fixture
+def make_dist(tmp_path, monkeypatch):
+    """A maker of installed third parties: `make_dist(dist, entry, source)` puts one on sys.path.
+
+    It has version 0.1 and one entry point, to a module called after the distribution; None for
+    `source` leaves the module out. Returns the folder, for the PYTHONPATH of other processes.
+    """
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    made = []
+
+    def make(dist, entry, source):
+        module = dist.replace("-", "_")
+        made.append(module)
+        info = site / f"{module}-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 0.1\n")
+        (info / "entry_points.txt").write_text(f"[outweigh]\n{entry} = {module}\n")
+        if source is not None:
+            (site / f"{module}.py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+        return site
+
+    yield make
+    for module in made:
+        sys.modules.pop(module, None)
+    importlib.invalidate_caches()

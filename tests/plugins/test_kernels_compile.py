@@ -1,0 +1,207 @@
+"""Every kernel compiled for sm_90 as it is launched for published models in bfloat16: no GPU is needed for that.
+
+The wrappers run on tensors without storage and their launches are recorded instead of made. What must hold: no
+spilled registers, shared memory that an SM has, keys and values fetched ahead in 16-byte copies, and prefill on
+the tensor cores' warp-group instructions. A harmless-looking edit of an address loses these silently.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs triton, which is not installed here")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1 is set: nothing compiles", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime import JITFunction  # noqa: E402
+
+SHARED_BYTES = 227 * 1024  # of one program on sm_90
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Compiled(NamedTuple):
+    name: str
+    ptx: str
+    shared_bytes: int
+    stack_bytes: int
+    num_registers: int
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches of kernels from here on are kept in this list."""
+    found = []
+
+    def run(self, *args, grid, warmup, **options):
+        found.append(Launch(self, args, options))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def compile_launch(launch, folder):
+    """Compile as the launch would, with the same specialisation of arguments."""
+    options = dict(launch.options)
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(launch.kernel.params):
+        value = launch.args[i] if i < len(launch.args) else options.pop(parameter.name)
+        kind, may_specialize = None, not parameter.do_not_specialize
+        if isinstance(value, torch.Tensor):
+            kind = "*" + TYPES[value.dtype]
+        elif isinstance(value, float):
+            kind, may_specialize = "fp32", False
+        elif not parameter.is_constexpr and not (value == 1 and may_specialize):
+            kind = "i32" if value < 1 << 31 else "i64"
+            may_specialize = may_specialize and value % 16 == 0
+        signature[parameter.name] = kind or "constexpr"
+        if kind is None:
+            constants[parameter.name] = value
+        elif may_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(made.asm["cubin"])
+    usage = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)], check=True, capture_output=True, text=True
+    ).stdout  # fmt: skip
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(
+        launch.kernel.__name__, made.asm["ptx"], made.metadata.shared, numbers["STACK"] + numbers["LOCAL"],
+        numbers["REG"],
+    )  # fmt: skip
+
+
+def compile_all(launches, folder):
+    found = [compile_launch(launch, folder) for launch in launches]
+    assert found
+    for kernel in found:
+        assert kernel.stack_bytes == 0, f"{kernel.name} spills, at {kernel.num_registers} registers"
+        assert kernel.shared_bytes <= SHARED_BYTES
+    return {kernel.name: kernel for kernel in found}
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape):
+    return empty(*shape, dtype=torch.int32)
+
+
+# Query heads, KV heads, head_dim, block size (None: contiguous): Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B, Llama-3-8B.
+MODELS = [(16, 8, 128, 16), (32, 8, 128, 256), (14, 2, 64, 32), (32, 8, 128, None), (8, 4, 256, 16), (8, 8, 80, 16)]
+
+
+def attention(shape, num_tokens):
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    num_blocks, tokens_a_block = (1000, block_size) if block_size else (257, 4096)
+    cache = empty(num_blocks, num_kv_heads, tokens_a_block, head_dim)
+    table = ints(257, 300) if block_size else None
+    q = empty(num_tokens, num_heads, head_dim)
+    return q, cache, cache, table, ints(256), {
+        "block_size": tokens_a_block, "scale": head_dim**-0.5, "out": torch.empty_like(q)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_decode(launches, tmp_path, shape, num_rows):
+    from plugins.kv.kernels.decode import decode_attention
+
+    *given, static = attention(shape, num_rows)
+    decode_attention(*given, ints(256), ints(1), num_rows=num_rows, **static)
+    kernels = compile_all(launches, tmp_path)
+    assert ("_merge_kernel" in kernels) == (num_rows * shape[1] < 4 * 132)
+    decode = kernels["_decode_kernel"]
+    assert two_stages_ahead(decode.ptx)
+    assert 2 * decode.shared_bytes <= SHARED_BYTES, "one program an SM does not keep the memory busy"
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_prefill(launches, tmp_path, shape):
+    from plugins.kv.kernels.prefill import prefill_attention
+
+    *given, static = attention(shape, 8192)
+    prefill_attention(*given, ints(257), ints(256), ints(318, 2), **static)
+    prefill = compile_all(launches, tmp_path)["_prefill_kernel"]
+    assert two_stages_ahead(prefill.ptx)
+    assert "wgmma.mma_async" in prefill.ptx
+
+
+def two_stages_ahead(ptx):
+    """Copies of 16 bytes into shared memory, before the loop and in it, of which some stay outstanding."""
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
+    pending = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)]
+    return len(copies) >= 12 and max(pending) >= 2
+
+
+@pytest.mark.parametrize("has_fresh", [False, True])
+def test_write_and_slot_map(launches, tmp_path, has_fresh):
+    from plugins.kv.kernels.slot_map import fill_slot_map
+    from plugins.kv.kernels.write import write_kv
+
+    heads, cache = empty(8192, 32, 128), empty(1000, 8, 16, 128)
+    fresh = (empty(8192, 8, 128), empty(8192, 8, 128)) if has_fresh else None
+    write_kv(heads[:, 16:24], heads[:, 24:], cache, cache, ints(8192), 16, fresh=fresh)
+    fill_slot_map(ints(8192), ints(8192), ints(257, 300) if has_fresh else None, 16, ints(8192))
+    kernels = compile_all(launches, tmp_path)
+    assert "st.global.v4" in kernels["_write_kernel"].ptx
+
+
+@pytest.mark.parametrize("width", [896, 1024, 2560, 4096, 8192])
+def test_norms(launches, tmp_path, width):
+    from plugins.fusion.kernels.add_norm import add_norm, embed_norm
+
+    x, gain = empty(8192, width), empty(width)
+    add_norm(x, x, gain, 1e-6, x)
+    embed_norm(ints(8192), ints(8192), ints(257), empty(151936, width), gain, 1e-6)
+    kernels = compile_all(launches, tmp_path)
+    assert all("ld.global.v4" in kernel.ptx for kernel in kernels.values())
+
+
+def test_act_mul(launches, tmp_path):
+    from plugins.fusion.kernels.act_mul import act_mul
+
+    act_mul(empty(8192, 2 * 3072))
+    assert "ld.global.v4" in compile_all(launches, tmp_path)["_act_mul_kernel"].ptx
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (32, 8, 128), (14, 2, 64)], ids=str)
+def test_qk_rope_write(launches, tmp_path, shape, has_norm):
+    from plugins.fusion.kernels.qk_rope_write import qk_rope_write
+
+    num_heads, num_kv_heads, head_dim = shape
+    cache = empty(1000, num_kv_heads, 16, head_dim)
+    angles = empty(4096, head_dim // 2, dtype=torch.float32)
+    gains = (empty(head_dim), empty(head_dim)) if has_norm else None
+    fresh = (empty(8192, num_kv_heads, head_dim), empty(8192, num_kv_heads, head_dim))
+    qkv = empty(8192, (num_heads + 2 * num_kv_heads) * head_dim)
+    qk_rope_write(
+        qkv, gains, angles, angles, ints(8192), (cache, cache), ints(8192), fresh,
+        num_heads=num_heads, block_size=16, eps=1e-6,
+    )  # fmt: skip
+    ptx = compile_all(launches, tmp_path)["_qk_rope_write_kernel"].ptx
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+def test_sample(launches, tmp_path):
+    from plugins.fusion.kernels.sample import sample
+
+    sample(empty(256, 151936), empty(256, dtype=torch.float32), ints(256, 2), ints(256))
+    assert "ld.global.v4" in compile_all(launches, tmp_path)["_scores_kernel"].ptx

@@ -1,0 +1,363 @@
+"""The `triton` fusion set: each kernel against the plain nodes, the sampler, and the whole chain, covered.
+
+Without a GPU they run in Triton's interpreter, in a process of their own, because TRITON_INTERPRET must be set
+before triton is imported; there in float32 and float16, since the interpreter's bfloat16 is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+pytest.importorskip("triton", reason="needs triton, which is not installed here")
+
+from core.chain import cover, decoder_chain, execute  # noqa: E402
+from core.errors import UserError  # noqa: E402
+from core.facts import ModelFacts  # noqa: E402
+from core.model import Site  # noqa: E402
+from core.seams import KVSink  # noqa: E402
+from core.weights import LayerWeights, ModelWeights  # noqa: E402
+from plugins.fusion.none import NoFusion  # noqa: E402
+from plugins.fusion.triton import NAMES, TritonFusion  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = (pytest.mark.gpu, NO_GPU)
+
+if INTERPRETING:
+    PLACES = [("cpu", torch.float32), ("cpu", torch.float16)]
+else:
+    PLACES = [
+        pytest.param(("cuda", dtype), marks=GPU)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def place(request):
+    return request.param
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+def test_in_the_interpreter():
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
+    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    addopts = "addopts=--import-mode=importlib -rf"  # neither workers nor coverage from outside
+    command = [sys.executable, "-m", "pytest", "-q", "-o", addopts, "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
+
+
+def randn(place, *shape, seed=1, scale=1.0):
+    device, dtype = place
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).to(device)
+
+
+def ints(place, values):
+    return torch.tensor(values, dtype=torch.int32, device=place[0])
+
+
+def poisoned(like):
+    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+def assert_rounded_alike(found, wanted, share=0.02):
+    """Close everywhere; and in half precision equal nearly everywhere, as only equal roundings are."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+    if wanted.dtype != torch.float32:
+        assert (found != wanted).float().mean() <= share
+
+
+# -------------------------------------------------------------------------------------------- norms, act_mul
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("width", [8, 96, 1000, 1024])
+def test_add_norm(place, width, in_place):
+    from plugins.fusion.kernels.add_norm import add_norm, add_norm_reference
+
+    residual = randn(place, 7, width + 8, scale=3.0)[:, :width]
+    hidden = randn(place, 7, 2 * width, seed=2)[:, width:]
+    residual[3], hidden[3] = 0, 0  # a row of zeros divides by sqrt(eps) alone
+    gain = randn(place, width, seed=3)
+    wanted = add_norm_reference(residual, hidden, gain, 1e-6)
+    out = hidden if in_place else poisoned(hidden)
+    add_norm(residual, hidden, gain, 1e-6, out)
+    assert residual.equal(wanted[0])
+    assert_rounded_alike(out, wanted[1])
+
+
+@pytest.mark.parametrize("width", [96, 1024])
+def test_embed_norm(place, width):
+    from plugins.fusion.kernels.add_norm import embed_norm, embed_norm_reference
+
+    embed, gain = randn(place, 50, width), randn(place, width, seed=2)
+    token_ids, token_slots = ints(place, [3, -1, 49, 0, -1]), ints(place, [1, 2, 4, 3, 0])
+    last_token = ints(place, [11, 12, 13, 14, 1 << 28])
+    given = (token_ids, token_slots, last_token, embed, gain, 1e-5)
+    residual, hidden = embed_norm(*given)
+    # The oracle looks up every slot's last token, the kernel only those that are asked for.
+    last_token[4] = 0
+    wanted = embed_norm_reference(*given)
+    assert residual.equal(wanted[0])
+    assert residual[1].equal(embed[13]) and residual[4].equal(embed[11])
+    assert_rounded_alike(hidden, wanted[1])
+
+
+@pytest.mark.parametrize("width", [5, 1024, 1500])
+def test_act_mul(place, width):
+    from plugins.fusion.kernels.act_mul import act_mul, act_mul_reference
+
+    gate_up = randn(place, 5, 2 * width + 3, scale=4.0)[:, : 2 * width]
+    gate_up[0, :2] = torch.tensor([-100.0, 100.0])
+    assert_rounded_alike(act_mul(gate_up), act_mul_reference(gate_up))
+
+
+# -------------------------------------------------------------------------------------------- qk_rope_write
+
+# Query heads, KV heads, head_dim, block size.
+SHAPES = [(4, 2, 64, 16), (3, 1, 32, 5), (7, 7, 16, 1), (16, 8, 128, 16), (9, 3, 128, 7), (2, 1, 256, 3)]
+
+
+@pytest.mark.parametrize("has_fresh", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_qk_rope_write(place, shape, has_norm, has_fresh):
+    from plugins.fusion.kernels.qk_rope_write import qk_rope_reference, qk_rope_write
+
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    num_tokens, num_blocks = 5, 12
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = randn(place, num_tokens, width + 16, scale=2.0)[:, :width]
+    gains = (randn(place, head_dim, seed=3), randn(place, head_dim, seed=4)) if has_norm else None
+    angles = torch.outer(torch.arange(40.0), 10.0 ** -torch.linspace(0, 3, head_dim // 2)).to(place[0])
+    cos, sin = angles.cos(), angles.sin()
+    positions, places = ints(place, [39, 0, 7, 7, 21]), ints(place, [11, 3, 5, 0, 8, 2, 2])
+    caches = [poisoned(randn(place, num_blocks, num_kv_heads, block_size, head_dim)) for _ in "kv"]
+    fresh = [poisoned(randn(place, num_tokens + 1, num_kv_heads, head_dim)) for _ in "kv"]
+    q = qk_rope_write(
+        qkv, gains, cos, sin, positions, tuple(caches), places, tuple(fresh) if has_fresh else None,
+        num_heads=num_heads, block_size=block_size, eps=1e-6,
+    )  # fmt: skip
+    wanted_q, *wanted = qk_rope_reference(
+        qkv, gains, cos, sin, positions,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, eps=1e-6,
+    )  # fmt: skip
+    assert q.is_contiguous()
+    assert_rounded_alike(q, wanted_q)
+    used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    for cache, scratch, values in zip(caches, fresh, wanted, strict=True):
+        for token, at in enumerate(places[:num_tokens].tolist()):
+            used[at // block_size, at % block_size] = True
+            assert_rounded_alike(cache[at // block_size, :, at % block_size], values[token], share=0.2)
+        if has_fresh:
+            assert_rounded_alike(scratch[:num_tokens], values)
+        assert scratch[num_tokens if has_fresh else 0 :].isnan().all()
+        assert cache.transpose(1, 2)[~used].isnan().all(), "a place that no token owns was written"
+
+
+# --------------------------------------------------------------------------------------------------- sample
+
+
+def keys(place, num_rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (num_rows, 2), generator=generator).to(torch.int32).to(place[0])
+
+
+def draw(logits, temperature, row_keys):
+    from plugins.fusion.kernels.sample import sample
+
+    out = torch.full((logits.shape[0],), -1, dtype=torch.int32, device=logits.device)
+    sample(logits, torch.tensor(temperature, device=logits.device), row_keys, out)
+    return out
+
+
+@pytest.mark.parametrize("num_entries", [1, 100, 2048, 6001])
+def test_sample_picks_the_best_score(place, num_entries):
+    from core.sampling import gumbel_scores
+    from plugins.fusion.kernels.sample import scores_reference
+
+    temperature = [0.0, 1.0, 0.3, 0.0, 2.0, 1e-3]
+    logits = randn(place, 6, num_entries + 24, scale=2.0)[:, :num_entries]
+    row_keys = keys(place, 6)
+    found = draw(logits, temperature, row_keys).long()
+    heat = torch.tensor(temperature, device=logits.device)
+    wanted = scores_reference(logits, heat, row_keys)
+    # float32 scores may swap neighbours that float64 tells apart; they may not lose more than their rounding.
+    best = wanted.max(-1).values
+    lost = best - wanted.gather(-1, found[:, None])[:, 0]
+    assert (lost <= 2e-5 + 1e-6 * best.abs()).all()
+    greedy = heat == 0
+    assert found[greedy].equal(logits.float().argmax(-1)[greedy])
+    # The engine's plain sampler draws the same tokens.
+    torch.testing.assert_close(gumbel_scores(logits, heat, row_keys).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sample_takes_the_lowest_of_ties_and_stays_inside(place):
+    logits = torch.zeros(4, 5000, dtype=place[1], device=place[0])
+    logits[0, [4999, 2050, 4000]] = 1  # in two blocks of the first stage
+    logits[1, [7, 8]] = 1
+    logits[2] = -torch.inf
+    logits[3] = torch.nan
+    assert draw(logits, [0.0] * 4, keys(place, 4)).tolist() == [2050, 7, 0, 0]
+    assert draw(logits[2:], [1.0] * 2, keys(place, 2)).tolist() == [0, 0]
+
+
+def test_sample_depends_on_key_and_logits_alone(place):
+    logits, row_keys = randn(place, 1, 3000).expand(3, -1), keys(place, 3)
+    alone = [draw(logits[:1], [1.0], row_keys[i : i + 1]).item() for i in range(3)]
+    assert draw(logits, [1.0] * 3, row_keys).tolist() == alone
+    assert len(set(alone)) > 1
+
+
+def test_sampled_frequencies_are_the_softmax(place):
+    num_rows = 250 if INTERPRETING else 4000
+    chances = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03], device=place[0])
+    logits = chances.log().to(place[1]).expand(num_rows, -1)
+    counts = draw(logits, [1.0] * num_rows, keys(place, num_rows)).bincount(minlength=5)
+    expected = chances * num_rows
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 23.5  # 4 degrees of freedom: passed by chance once in ten thousand
+
+
+# ------------------------------------------------------------------------------------------------ the chain
+
+
+def tiny(place, *, qk_norm, num_layers=2):
+    """A decoder of random weights, and a stand-in for a cache: places are tokens, attention mixes q, k and v."""
+    hidden, heads, kv_heads, head_dim, inner, vocab, num_tokens = 48, 4, 2, 16, 40, 30, 6
+    facts = ModelFacts(
+        "tiny", num_layers, hidden, inner, heads, kv_heads, head_dim, vocab, 64, 1e-6, 1e4,
+        qk_norm=qk_norm, dtype=place[1],
+    )  # fmt: skip
+    seeds = iter(range(100, 1000))
+
+    def weight(*shape):
+        return randn(place, *shape, seed=next(seeds), scale=shape[-1] ** -0.5)
+
+    def gain(width):
+        return 1 + randn(place, width, seed=next(seeds), scale=0.1)
+
+    layers = tuple(
+        LayerWeights(
+            attn_norm=gain(hidden),
+            qkv=weight((heads + 2 * kv_heads) * head_dim, hidden),
+            o=weight(hidden, heads * head_dim),
+            mlp_norm=gain(hidden),
+            gate_up=weight(2 * inner, hidden),
+            down=weight(hidden, inner),
+            q_norm=gain(head_dim) if qk_norm else None,
+            k_norm=gain(head_dim) if qk_norm else None,
+        )
+        for _ in range(num_layers)
+    )
+    model = ModelWeights(weight(vocab, hidden), layers, gain(hidden), weight(vocab, hidden))
+    k, v = (poisoned(randn(place, 4, kv_heads, 2, head_dim)) for _ in "kv")
+    sink = KVSink("blocks", k, v, 2, ints(place, range(2, 8)))
+    angles = torch.outer(torch.arange(64.0), 10.0 ** -torch.linspace(0, 3, head_dim // 2)).to(place[0])
+
+    def read(cache):
+        return cache.transpose(1, 2).flatten(0, 1)[2:8].repeat_interleave(heads // kv_heads, 1)
+
+    def write(layer, k_TKD, v_TKD, batch):
+        from plugins.kv.kernels.write import write_kv_reference
+
+        write_kv_reference(k_TKD, v_TKD, k, v, sink.slot_map, 2)
+
+    def attend(layer, q_THD, batch):
+        return (torch.tanh(q_THD * read(k)) + read(v)).flatten(1)
+
+    kv = SimpleNamespace(write=write, attend=attend)
+    sites = [Site(i, facts, model, layers[i], angles.cos(), angles.sin(), kv, sink) for i in range(num_layers)]
+    head = Site(-1, facts, model, None, angles.cos(), angles.sin(), kv, None)
+    batch = SimpleNamespace(
+        token_ids=ints(place, [4, -1, 29, 0, 8, 8]),
+        token_slots=ints(place, [0, 1, 2, 2, 2, 3]),
+        last_token=ints(place, [1, 17, 3, 2]),
+        positions=ints(place, [5, 63, 0, 1, 2, 0]),
+        logit_rows=ints(place, [0, 1, 4]),
+        logits=None,
+    )
+    return facts, sink, decoder_chain(head, sites), batch
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_covered_chain_computes_what_the_plain_one_does(place, qk_norm):
+    facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
+    spans = TritonFusion().spans(facts, torch.device(place[0]))
+    assert all(span.when(6, facts, sink) for span in spans)
+    covered = cover(chain, spans, strict=True)
+    assert [op.name for op in covered] == [
+        "embed_norm",
+        *["qkv_proj", "qk_rope_write", "attention", "o_proj", "add_norm", "gate_up", "act_mul", "down", "add_norm"] * 2,
+        "lm_head",
+    ]  # fmt: skip
+    wanted = execute(cover(chain, []), batch, {})["logits"]
+    sink.k.fill_(torch.nan)
+    sink.v.fill_(torch.nan)
+    found = execute(covered, batch, {})["logits"]
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[place[1]]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_the_sample_span(place):
+    facts, sink, chain, batch = tiny(place, qk_norm=False)
+    spans = TritonFusion(TritonFusion.Config(only=("sample",))).spans(facts, torch.device(place[0]))
+    (span,) = spans
+    logits = randn(place, 3, 70)
+    batch.temperature = torch.tensor([0.0, 0.7, 0.0], device=place[0])
+    batch.sample_keys = keys(place, 3)
+    (sampled,) = span.run((chain[0].site,), batch, logits)
+    assert sampled.dtype == torch.int32 and sampled.shape == (3,)
+    assert sampled.equal(draw(logits, [0.0, 0.7, 0.0], batch.sample_keys))
+
+
+# --------------------------------------------------------------------------------------------------- offers
+
+
+def test_keys_and_values_are_written_only_where_the_sink_is_known():
+    spans = {span.name: span for span in TritonFusion().spans(None, torch.device("cuda"))}
+    assert tuple(spans) == NAMES
+    write = spans["qk_rope_write"]
+    facts = SimpleNamespace(head_dim=64)
+    sink = SimpleNamespace(kind="blocks")
+    assert write.when(8, facts, sink)
+    assert not write.when(8, facts, None)
+    assert not write.when(8, facts, SimpleNamespace(kind="int8"))
+    assert not write.when(8, SimpleNamespace(head_dim=80), sink)
+
+
+def test_an_unknown_span_is_refused_with_the_known_ones():
+    with pytest.raises(ValidationError) as caught:
+        TritonFusion.Config(only=("add_norm", "qk_rope"))
+    assert all(name in str(caught.value) for name in ("'qk_rope'", *NAMES))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter runs the kernels on a CPU")
+def test_a_cpu_is_refused():
+    with pytest.raises(UserError, match="device is cpu: choose --fusion none"):
+        TritonFusion().spans(None, torch.device("cpu"))
+
+
+def test_no_fusion_offers_no_span():
+    assert not NoFusion().spans(None, torch.device("cpu"))
+
+
+def test_importing_the_offers_imports_neither_torch_nor_triton():
+    code = (
+        "import sys, plugins.fusion.none, plugins.fusion.triton\n"
+        "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,370 @@
+"""The kernels over the cache against plain torch: decode, prefill, slot map, write; and the host's tiles.
+
+Without a GPU they run in Triton's interpreter, in a process of their own, because TRITON_INTERPRET must be set
+before triton is imported; there in float32 and float16, since the interpreter's bfloat16 is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed here")
+
+from core.batch import HostBatch, Limits  # noqa: E402
+from plugins.kv.kernels.limits import refusal  # noqa: E402
+from plugins.kv.kernels.tiles import TILE, fill_tiles, max_tiles, tiles_shape  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = (pytest.mark.gpu, NO_GPU)
+
+if INTERPRETING:
+    PLACES = [("cpu", torch.float32), ("cpu", torch.float16)]
+else:
+    PLACES = [
+        pytest.param(("cuda", dtype), marks=GPU)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ]
+# The interpreter is slow; float16 has the tile sizes of bfloat16.
+FEWER_PLACES = PLACES[1:] if INTERPRETING else PLACES
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+FAR = 1 << 28  # a block id that nothing may follow
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def place(request):
+    return request.param
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+def test_in_the_interpreter():
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
+    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    addopts = "addopts=--import-mode=importlib -rf"  # neither workers nor coverage from outside
+    command = [sys.executable, "-m", "pytest", "-q", "-o", addopts, "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
+
+
+# ------------------------------------------------------------------------------------------------- a cache
+
+
+class Cache(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor | None
+    slots: torch.Tensor  # of the rows
+    lengths: torch.Tensor  # of the rows
+
+
+def make_cache(place, lengths, *, num_kv_heads, head_dim, block_size, paged=True, seed=0):
+    """Rows in shuffled slots and blocks. Whatever no row may read is NaN; unused table entries lead astray."""
+    device, dtype = place
+    rng = np.random.default_rng(seed)
+    num_slots = len(lengths) + 3
+    slots = rng.permutation(num_slots)[: len(lengths)]
+    if not paged:
+        block_size = max(*lengths, 1)
+    per_slot = -(-max(*lengths, 1) // block_size)
+    num_blocks = num_slots * per_slot + 1
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    k, v = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
+    table = np.full((num_slots + 1, per_slot + 1), FAR, np.int32)
+    free = rng.permutation(num_blocks)
+    generator = torch.Generator().manual_seed(seed)
+    for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        blocks = free[i * per_slot :][: -(-length // block_size)] if paged else [slot]
+        table[slot, : len(blocks)] = blocks
+        for position in range(length):
+            for cache in (k, v):
+                row = torch.randn(num_kv_heads, head_dim, generator=generator)
+                cache[blocks[position // block_size], :, position % block_size] = row.to(dtype)
+    tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (slots, lengths)]
+    return Cache(k.to(device), v.to(device), torch.tensor(table).to(device) if paged else None, *tensors)
+
+
+def randn(place, *shape, seed=1):
+    device, dtype = place
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def ints(place, values):
+    return torch.tensor(values, dtype=torch.int32, device=place[0])
+
+
+def poisoned(like):
+    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+def assert_close(found, wanted, dtype):
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+# -------------------------------------------------------------------------------------------------- decode
+
+# Query heads, KV heads, head_dim, block size: groups that are no powers of two, blocks that hold tiles, that
+# tiles hold, and that do neither.
+SHAPES = [
+    (4, 2, 64, 16),
+    (3, 1, 32, 5),
+    (7, 1, 16, 1),
+    (16, 1, 16, 64),
+    (2, 1, 128, 32),
+    (2, 2, 80, 7),
+    (3, 1, 96, 128),
+    (2, 1, 256, 48),
+]
+
+
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("place", FEWER_PLACES, ids=str)
+def test_decode(place, shape, num_splits):
+    check_decode(place, shape, [1, 129, 0, 16, 70, 33, 9], 5, num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_decode_of_contiguous_slots(place, head_dim, num_splits):
+    check_decode(place, (6, 2, head_dim, None), [100, 131, 0, 1], 4, num_splits)
+
+
+def check_decode(place, shape, lengths, num_decodes, num_splits):
+    from plugins.kv.kernels.decode import decode_attention, decode_attention_reference
+
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    cache = make_cache(
+        place, lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size or 0,
+        paged=block_size is not None,
+    )  # fmt: skip
+    rows, block_size = len(lengths), cache.k.shape[2]
+    q = randn(place, rows + 2, num_heads + 1, head_dim)[:, 1:]  # strided over tokens
+    out = poisoned(q.contiguous())
+    given = (q, cache.k, cache.v, cache.table, cache.slots, cache.lengths)
+    decode_attention(
+        *given, ints(place, [num_decodes]), block_size=block_size, scale=head_dim**-0.5, num_rows=rows,
+        out=out, num_splits=num_splits,
+    )  # fmt: skip
+    wanted = decode_attention_reference(*given, num_decodes, block_size=block_size, scale=head_dim**-0.5)
+    assert_close(out[:num_decodes], wanted, place[1])
+    assert out[num_decodes:].isnan().all(), "rows that do not decode belong to others"
+    assert (out[:num_decodes][cache.lengths[:num_decodes] == 0] == 0).all()
+
+
+def test_decode_into_flat_output_and_in_blocks_with_gaps(place):
+    from plugins.kv.kernels.decode import decode_attention, decode_attention_reference
+
+    cache = make_cache(place, [40, 21], num_kv_heads=2, head_dim=32, block_size=16)
+    # As one layer of [N, L, K, B, D]: blocks are contiguous, the cache is not.
+    k, v = (torch.stack((poisoned(c), c), 1)[:, 1] for c in (cache.k, cache.v))
+    q = randn(place, 2, 4, 32)
+    out = poisoned(q).flatten(1)
+    rest = (cache.table, cache.slots, cache.lengths)
+    decode_attention(q, k, v, *rest, ints(place, [2]), block_size=16, scale=0.2, num_rows=2, out=out)
+    wanted = decode_attention_reference(q, cache.k, cache.v, *rest, 2, block_size=16, scale=0.2)
+    assert_close(out, wanted.flatten(1), place[1])
+
+
+def test_decode_with_scores_far_apart(place):
+    """A maximum that moves by hundreds from tile to tile, in both directions, and across splits."""
+    from plugins.kv.kernels.decode import decode_attention, decode_attention_reference
+
+    lengths = [400, 300]
+    cache = make_cache(place, lengths, num_kv_heads=1, head_dim=64, block_size=32)
+    steps = torch.arange(cache.k.shape[0], device=cache.k.device) % 5 * 8.0 - 16.0
+    cache.k.mul_(steps[:, None, None, None].to(cache.k.dtype))
+    q = randn(place, 2, 2, 64)
+    given = (q, cache.k, cache.v, cache.table, cache.slots, cache.lengths)
+    wanted = decode_attention_reference(*given, 2, block_size=32, scale=1.0)
+    for num_splits in (1, 4, None):
+        out = poisoned(q)
+        decode_attention(
+            *given, ints(place, [2]), block_size=32, scale=1.0, num_rows=2, out=out, num_splits=num_splits
+        )  # fmt: skip
+        assert_close(out, wanted, place[1])
+
+
+def test_splits_fill_the_gpu_and_never_depend_on_lengths():
+    from plugins.kv.kernels.decode import choose_num_splits
+
+    assert [choose_num_splits(rows, 8, 132) for rows in (1, 8, 64, 256)] == [32, 9, 2, 1]
+    assert choose_num_splits(1, 2, 132) == 64
+    for rows in range(1, 300):
+        splits = choose_num_splits(rows, 8, 132)
+        assert splits == 32 or rows * 8 * splits >= 4 * 132
+
+
+# ------------------------------------------------------------------------------------------------- prefill
+
+
+def host_batch(num_queries, lengths, num_decodes=0):
+    starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
+    lengths = np.asarray(lengths, np.int32)
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), num_queries)
+    positions = np.arange(starts[-1], dtype=np.int32) - starts[rows] + (lengths - num_queries)[rows]
+    slots = np.arange(len(lengths), dtype=np.int32)
+    return HostBatch(
+        int(starts[-1]), len(lengths), num_decodes, slots, starts, lengths, positions, slots[rows]
+    )
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 64, None), (2, 1, 80, None)], ids=str)
+@pytest.mark.parametrize("place", FEWER_PLACES, ids=str)
+def test_prefill(place, shape):
+    from plugins.kv.kernels.prefill import prefill_attention, prefill_attention_reference
+
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    num_queries, lengths = [1, 1, 2, 130, 9, 64], [7, 90, 2, 150, 139, 64]  # two decode rows, a chunk, fresh ones
+    cache = make_cache(
+        place, lengths, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size or 0,
+        paged=block_size is not None,
+    )  # fmt: skip
+    step = host_batch(num_queries, lengths, num_decodes=2)
+    shape, dtype = tiles_shape(Limits(1000, 8, 300))
+    tiles = np.full(shape, 77, dtype)
+    assert fill_tiles(step, tiles) == 5
+    q = randn(place, step.num_tokens + 3, num_heads, head_dim + 16)[..., :head_dim]
+    out = poisoned(q.contiguous())
+    given = (q, cache.k, cache.v, cache.table, cache.slots, ints(place, step.query_start), cache.lengths)
+    static = {"block_size": cache.k.shape[2], "scale": head_dim**-0.5}
+    prefill_attention(*given, ints(place, tiles), out=out, **static)
+    wanted = prefill_attention_reference(*given, range(2, 6), **static)
+    mine = slice(2, step.num_tokens)
+    assert_close(out[mine], wanted[mine], place[1])
+    assert out[:2].isnan().all() and out[step.num_tokens :].isnan().all()
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once(place):
+    """Bit for bit where both see the same tiles, else to rounding; and its last query is a decode."""
+    from plugins.kv.kernels.decode import decode_attention
+    from plugins.kv.kernels.prefill import prefill_attention
+
+    length, static = 200, {"block_size": 16, "scale": 0.125}
+    cache = make_cache(place, [length], num_kv_heads=1, head_dim=64, block_size=16)
+    q = randn(place, length, 2, 64)
+
+    def attend(lo, hi):
+        tiles = np.zeros((max_tiles(hi - lo, 1), 2), np.int32)
+        fill_tiles(host_batch([hi - lo], [hi]), tiles)
+        out = poisoned(q[lo:hi])
+        prefill_attention(
+            q[lo:hi], cache.k, cache.v, cache.table, cache.slots, ints(place, [0, hi - lo]),
+            ints(place, [hi]), ints(place, tiles), out=out, **static,
+        )  # fmt: skip
+        return out
+
+    whole = attend(0, length)
+    assert_close(torch.cat([attend(0, 70), attend(70, 71), attend(71, length)]), whole, place[1])
+    last = poisoned(q[-1:])
+    decode_attention(
+        q[-1:], cache.k, cache.v, cache.table, cache.slots, cache.lengths, ints(place, [1]),
+        num_rows=1, out=last, **static,
+    )  # fmt: skip
+    assert_close(last, whole[-1:], place[1])
+
+
+def test_tiles_are_every_query_of_every_prefill_row_once_and_the_longest_come_first():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        num_rows = int(rng.integers(1, 12))
+        num_decodes = int(rng.integers(0, num_rows + 1))
+        num_queries = np.where(np.arange(num_rows) < num_decodes, 1, rng.integers(1, 500, num_rows))
+        step = host_batch(num_queries, num_queries + rng.integers(0, 900, num_rows), num_decodes)
+        out = np.full((max_tiles(step.num_tokens, num_rows) + 2, 2), 5, np.int32)
+        num_tiles = fill_tiles(step, out)
+        wanted = {(r, f) for r in range(num_decodes, num_rows) for f in range(0, num_queries[r], TILE)}
+        assert num_tiles == len(wanted)
+        assert {(int(r), int(f)) for r, f in out[:num_tiles]} == wanted
+        assert (out[num_tiles:] == -1).all()
+        ends = [step.seq_lens[r] - num_queries[r] + f for r, f in out[:num_tiles]]
+        assert ends == sorted(ends, reverse=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(1, 1), (5, 9), (300, 2), (1000, 7), (1024, 8)])
+def test_the_bound_on_tiles_is_reached_and_never_passed(num_tokens, num_seqs):
+    rows = min(num_seqs, num_tokens)
+    most = 0
+    for short in range(rows):  # `short` rows of one token, the others share what is left
+        left, others = num_tokens - short, rows - short
+        num_queries = np.array([1] * short + [left // others + (i < left % others) for i in range(others)])
+        most = max(most, int((-(-num_queries // TILE)).sum()))
+    assert most == max_tiles(num_tokens, num_seqs)
+    assert tiles_shape(Limits(4096, num_seqs, num_tokens)) == ((most, 2), "int32")
+
+
+# ------------------------------------------------------------------------------------- slot map and writing
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("paged", [True, False])
+def test_slot_map(place, paged, block_size):
+    from plugins.kv.kernels.slot_map import fill_slot_map, slot_map_reference
+
+    rng = np.random.default_rng(0)
+    num_slots, width, num_tokens = 9, 7, 300
+    table = ints(place, rng.integers(1, 1000, (num_slots + 1, width)))
+    table[num_slots] = 0  # the trash slot
+    positions = ints(place, rng.integers(0, width * block_size, num_tokens))
+    token_slots = ints(place, rng.integers(0, num_slots, num_tokens))
+    positions[-4:], token_slots[-4:] = 0, num_slots
+    out = ints(place, [-7] * (num_tokens + 5))
+    table = table if paged else None
+    fill_slot_map(positions, token_slots, table, block_size, out)
+    assert out[:num_tokens].equal(slot_map_reference(positions, token_slots, table, block_size))
+    assert (out[num_tokens:] == -7).all()
+    assert (out[num_tokens - 4 : num_tokens] == (0 if paged else num_slots * block_size)).all()
+
+
+@pytest.mark.parametrize("has_fresh", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16, 1), (3, 80, 5), (8, 128, 16), (2, 256, 3)], ids=str)
+def test_write(place, shape, has_fresh):
+    from plugins.kv.kernels.write import write_kv, write_kv_reference
+
+    num_kv_heads, head_dim, block_size = shape
+    num_tokens, num_blocks = 21, 40
+    packed = randn(place, num_tokens, 3 * num_kv_heads, head_dim)
+    k, v = packed[:, num_kv_heads : 2 * num_kv_heads], packed[:, 2 * num_kv_heads :]
+    order = np.random.default_rng(0).permutation(num_blocks * block_size)[: num_tokens + 6]
+    slot_map = ints(place, order)
+    caches = [poisoned(randn(place, num_blocks, num_kv_heads, block_size, head_dim)) for _ in range(4)]
+    fresh = [poisoned(randn(place, num_tokens + 2, num_kv_heads, head_dim)) for _ in range(4)]
+    write_kv(k, v, *caches[:2], slot_map, block_size, fresh=tuple(fresh[:2]) if has_fresh else None)
+    write_kv_reference(k, v, *caches[2:], slot_map, block_size, tuple(fresh[2:]) if has_fresh else None)
+    for found, wanted in ((caches[0], caches[2]), (caches[1], caches[3])):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    for found, wanted in ((fresh[0], fresh[2]), (fresh[1], fresh[3])):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert fresh[0].isnan().all() != has_fresh
+
+
+# -------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads", "words"),
+    [
+        (128, 16, 8, None),
+        (80, 7, 1, None),
+        (16, 16, 1, None),
+        (256, 3, 1, None),
+        (8, 2, 1, "head_dim is 8"),
+        (100, 2, 1, "head_dim is 100"),
+        (512, 2, 1, "head_dim is 512"),
+        (64, 34, 2, "17 query heads"),
+    ],
+)
+def test_what_the_kernels_refuse(head_dim, num_heads, num_kv_heads, words):
+    facts = SimpleNamespace(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    found = refusal(facts)
+    assert found is None if words is None else words in found

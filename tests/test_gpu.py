@@ -1,0 +1,148 @@
+"""On a GPU: replay equals eager bit for bit, compositions agree, memory comes back."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from core import Engine, SamplingParams
+from core.testing.tiny import save_tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def prompts(lengths=(1, 2, 15, 16, 17, 40, 70, 200)):
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 290, n).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "qwen3"
+    save_tiny("qwen3", path)
+    return str(path)
+
+
+def engine(model, **options):
+    defaults = {
+        "model": model,
+        "device": "cuda",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "kv_cache_bytes": 1 << 28,
+    }
+    return Engine(**{**defaults, **options})
+
+
+@pytest.mark.parametrize("graphs", ["decode", "full"])
+@pytest.mark.parametrize("kv", ["contiguous", "paged"])
+@pytest.mark.parametrize("fusion", ["none", "triton"])
+def test_replay_equals_eager_at_the_same_padded_shape_bit_for_bit(checkpoint, graphs, kv, fusion):
+    with engine(checkpoint, graphs=graphs, kv=kv, fusion=fusion) as e:
+        executor, compared = e._executor, []
+        replay = executor._pool.model
+
+        def both(shape):
+            graph = replay(shape)
+            if graph is None:
+                return None
+
+            def run():
+                batch = executor._shapes[shape]
+                live = batch.sample_slots != e.limits.trash_slot
+                graph()
+                captured = batch.logits[live]
+                batch.logits.fill_(float("nan"))
+                executor._kv.begin_step(batch)
+                executor._run_model(batch)
+                compared.append((shape, torch.equal(captured, batch.logits[live])))
+
+            return run
+
+        executor._pool.model = both
+        for lengths in ((2,), (15,), (64,), (200,), (1, 2, 15, 16, 17, 40, 70, 200)):
+            e.generate(prompts(lengths), SamplingParams(max_tokens=6, ignore_eos=True))
+    assert all(equal for _, equal in compared), compared
+    assert {shape.decode_only for shape, _ in compared} >= {True}
+    if graphs == "full":
+        assert {shape.fresh for shape, _ in compared} == {True, False}
+        assert any(not s.fresh and not s.decode_only for s, _ in compared)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_composition_gives_the_same_tokens_in_float32(checkpoint, temperature):
+    """float32, so that rounding does not decide between near-equal logits."""
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True, temperature=temperature, seed=i)
+        for i in range(len(prompts()))
+    ]
+    found = {}
+    for kv in ("contiguous", "paged"):
+        for graphs in ("none", "decode", "full"):
+            for fusion in ("none", "triton"):
+                for overlap in (False, True):
+                    with engine(
+                        checkpoint, kv=kv, graphs=graphs, fusion=fusion, overlap=overlap, dtype="float32"
+                    ) as e:
+                        outputs = e.generate(prompts(), params)
+                    found[kv, graphs, fusion, overlap] = [o.token_ids for o in outputs]
+    reference = found["paged", "none", "none", False]
+    assert [key for key, ids in found.items() if ids != reference] == []
+
+
+def test_the_gpu_agrees_with_the_cpu_in_float32(checkpoint):
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with engine(checkpoint, dtype="float32") as e:
+        on_gpu = [o.token_ids for o in e.generate(prompts(), params)]
+    with engine(checkpoint, device="cpu", dtype="float32") as e:
+        on_cpu = [o.token_ids for o in e.generate(prompts(), params)]
+    assert on_gpu == on_cpu
+
+
+def test_scarcity_preempts_and_changes_no_token(checkpoint):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with engine(checkpoint, dtype="float32") as e:
+        wanted = [o.token_ids for o in e.generate(prompts(), params)]
+    with engine(checkpoint, dtype="float32", settings={"kv.num_blocks": 17}) as e:
+        assert [o.token_ids for o in e.generate(prompts(), params)] == wanted
+        assert e.counters.num_preemptions > 0
+        assert e.counters.num_eager_steps == 0
+
+
+def test_prefix_hits_change_no_token(checkpoint):
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with engine(checkpoint, dtype="float32") as e:
+        first = e.generate(prompts(), params)
+        again = e.generate(prompts(), params)
+    assert [o.token_ids for o in first] == [o.token_ids for o in again]
+    assert again[-1].metrics.num_cached_tokens == 192
+
+
+def test_memory_comes_back_on_close(checkpoint):
+    def held():
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    with engine(checkpoint):
+        pass
+    before = held()
+    with engine(checkpoint) as e:
+        e.generate(prompts(), SamplingParams(max_tokens=4))
+        assert torch.cuda.memory_allocated() > before + (1 << 27)
+    del e
+    assert held() - before < 1 << 20
+
+
+def test_the_budget_is_what_is_left(checkpoint):
+    """kv_cache_bytes=None: what weights, activations and graphs leave of the share that may be used."""
+    free, total = torch.cuda.mem_get_info()
+    with engine(checkpoint, kv_cache_bytes=None, gpu_memory_utilization=0.3) as e:
+        now_free, _ = torch.cuda.mem_get_info()
+        assert total - now_free <= 0.3 * total
+        assert e.report()["kv_cache_bytes"] > 0.2 * total
+    assert free > 0.5 * total, "another process holds the GPU's memory; this test needs it"
