@@ -112,6 +112,7 @@ class HostBatch(NamedTuple):
     seq_lens: Int32  # [R], length of the context once this step has been written
     positions: Int32  # [T]
     token_slots: Int32  # [T], the slot that each token belongs to
+    shape: BatchShape | None = None  # what the step is padded to, where that is known already
 
 
 @dataclass(eq=False)
@@ -134,7 +135,9 @@ class Batch:
     seq_lens: Tensor  # [R]
     num_decodes: Tensor  # [1]
     logit_rows: Tensor  # [R], token index whose logits are wanted; padding names token 0
-    sample_slots: Tensor  # [R], slot that receives the token sampled from each logits row; padding: trash
+    sample_slots: (
+        Tensor  # [R], slot that receives the token sampled from each logits row; padding: trash
+    )
     temperature: Tensor  # [R] float32, 0 for greedy
     sample_keys: Tensor  # [R, 2], the row's random key
     kv: dict[str, Tensor]

@@ -50,7 +50,9 @@ class GraphPool:
         assert sampled is not None
         self._samplers[shape.num_seqs, greedy] = graph, sampled
 
-    def _capture(self, run: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    def _capture(
+        self, run: Callable[[], Tensor | None]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         """One eager pass first: it compiles kernels and builds plans, which capture must not do."""
         before = torch.cuda.memory_reserved(self._device)
         torch.cuda.current_stream(self._device).synchronize()

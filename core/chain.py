@@ -67,7 +67,9 @@ def _operations(chain: Seq[Placed], starts: dict[int, Span]) -> list[Operation]:
         span = starts.get(i)
         run = chain[i : i + (len(span.nodes) if span else 1)]
         i += len(run)
-        reads, writes = _interface([placed.node for placed in run], [placed.node for placed in chain[i:]])
+        reads, writes = _interface(
+            [placed.node for placed in run], [placed.node for placed in chain[i:]]
+        )
         if span:
             operations.append(
                 Operation(span.name, tuple(p.site for p in run), span.run, reads, writes)

@@ -110,6 +110,8 @@ def _assemble(
     limits = _final_limits(config, facts, limits, offers.kv, budget, plan.kv.name)
     if offers.kv.prefix_sharing:
         offers.kv.sharing = config.enable_prefix_caching is not False
+    if (weights := getattr(offers.kv, "weights", None)) is not None:
+        weights(model.weights.layers)
     offers.kv.bind(facts, limits, budget, device)
     slots = Slots(limits)
     fusion = offers.fusion.config
@@ -196,6 +198,4 @@ def _final_limits(
     longest = limits.max_model_len
     if config.max_model_len is None:
         longest = min(longest, room.num_tokens)
-    return Limits(
-        longest, min(limits.max_num_seqs, room.num_seqs), limits.max_num_batched_tokens
-    )
+    return Limits(longest, min(limits.max_num_seqs, room.num_seqs), limits.max_num_batched_tokens)

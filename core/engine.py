@@ -124,7 +124,9 @@ class Engine:
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
         if request_id in self._requests:
-            raise UserError(f"request {request_id!r} is already running: give every request its own id")
+            raise UserError(
+                f"request {request_id!r} is already running: give every request its own id"
+            )
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
         self._refuse_impossible(len(ids), total)
@@ -141,7 +143,9 @@ class Engine:
             token_times=np.zeros(len(ids)),
         )
         self._num_added += 1
-        self._requests[request_id] = _Request(seq, prompt if isinstance(prompt, str) else None, None)
+        self._requests[request_id] = _Request(
+            seq, prompt if isinstance(prompt, str) else None, None
+        )
         self._schedule.enqueue(seq)
         return request_id
 
@@ -191,7 +195,9 @@ class Engine:
         """Advance every running request by one step; what it brought, in the order of arrival of the rows."""
         self._check_open()
         touched = dict.fromkeys(self._advance())
-        events = [self._event(request) for request in touched if request.seq.request_id in self._requests]
+        events = [
+            self._event(request) for request in touched if request.seq.request_id in self._requests
+        ]
         finished, self._finished = self._finished, []
         return [event for event in events if event.token_ids] + finished
 
@@ -339,7 +345,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------ whole batches
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end, with one SamplingParams for all or one each; outputs in order of prompts.
 

@@ -11,6 +11,7 @@ import torch
 from core.batch import Batch, BatchShape, HostBatch
 from core.capture import GraphPool
 from core.chain import Placed, cover, decoder_chain, execute
+from core.errors import RunError
 from core.model import Operation, Site
 from core.sampling import SAMPLE, chosen_logprobs, sample_keys
 from core.slots import NO_TOKEN
@@ -140,19 +141,17 @@ class Executor:
     def _stage(self, plan: StepPlan) -> tuple[Batch, int]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them."""
         step = _host_batch(plan)
-        num_samples = int(plan.samples.sum())
+        num_samples = int(np.count_nonzero(plan.samples))
         max_query = int(plan.query_lens.max())
-        fresh = step.num_seqs == 1 and max_query > 1 and plan.starts[0] == 0
-        wanted = (step.num_tokens, step.num_seqs, max_query, int(step.seq_lens.max()), bool(fresh))
-        shape = self._graphs.select(*wanted) if self._pool else None
-        host = self._staging.host()
-        self._fill(host, plan, step, num_samples, shape)
-        if shape is None:
+        fresh = step.num_seqs == 1 and max_query > 1 and not plan.starts[0]
+        wanted = (step.num_tokens, step.num_seqs, max_query, int(step.seq_lens.max()), fresh)
+        batch = self._captured(BatchShape(*wanted)) if self._pool else None
+        if batch is None:
             batch = self._view(BatchShape(*wanted), num_samples)
-        else:
-            batch = self._shapes[shape]
-        batch.host = step
+        step = batch.host = step._replace(shape=batch.shape)
         batch.all_greedy = not self._slots.temperature[plan.slots].any()
+        host = self._staging.host()
+        self._fill(host, plan, step, batch.all_greedy)
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
             self._counters.num_extra_plans += 1
             self._staging.send()
@@ -163,17 +162,25 @@ class Executor:
         self._staging.send()
         return batch, num_samples
 
+    def _captured(self, wanted: BatchShape) -> Batch | None:
+        """The batch of the captured shape that a step is padded to; None where it is to run eagerly."""
+        shape = self._graphs.select(*wanted)
+        if shape is None:
+            return None
+        holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
+        if shape not in self._shapes or not holds or (shape.fresh and not wanted.fresh):
+            raise RunError(
+                f"the graph strategy selected {shape} for {wanted}, which it did not have captured or which does "
+                f"not hold it: repair its select()"
+            )
+        return self._shapes[shape]
+
     def _fill(
-        self,
-        host: Mapping[str, NDArray[Any]],
-        plan: StepPlan,
-        step: HostBatch,
-        num_samples: int,
-        shape: BatchShape | None,
+        self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch, all_greedy: bool
     ) -> None:
         s, trash = self._slots, self.limits.trash_slot
-        T, R, n = step.num_tokens, step.num_seqs, num_samples
-        padded_T, padded_R = (shape.num_tokens, shape.num_seqs) if shape else (T, R)
+        assert step.shape is not None
+        T, padded_T, padded_R = step.num_tokens, step.shape.num_tokens, step.shape.num_seqs
         host["num_decodes"][0] = step.num_decodes
         _pad(host["slots"], step.slots, padded_R, trash)
         _pad(host["query_start"], step.query_start, padded_R + 1, T)
@@ -187,6 +194,8 @@ class Executor:
         _pad(host["logit_rows"], step.query_start[1:][plan.samples] - 1, padded_R, 0)
         _pad(host["sample_slots"], sampling, padded_R, trash)
         _pad(host["temperature"], s.temperature[sampling], padded_R, 0)
+        if all_greedy:
+            return  # a row of temperature 0 reads no key
         keys = sample_keys(s.seed_state[sampling], step.seq_lens[plan.samples])
         _pad(host["sample_keys"], keys, padded_R, 0)
 
@@ -194,7 +203,7 @@ class Executor:
         T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         d = self._staging.device
         return Batch(
-            shape=shape._replace(num_seqs=R),
+            shape=shape,
             token_ids=d["token_ids"][:T],
             positions=d["positions"][:T],
             token_slots=d["token_slots"][:T],
@@ -278,7 +287,9 @@ class _OutputRing:
     def __init__(self, num_rows: int, device: torch.device, size: int) -> None:
         self._on_cuda = device.type == "cuda"
         if self._on_cuda:
-            self._ids = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(size)]
+            self._ids = [
+                torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(size)
+            ]
             self._logprobs = [torch.zeros(num_rows, pin_memory=True) for _ in range(size)]
             self._events = [torch.cuda.Event() for _ in range(size)]
         self._turn = 0

@@ -93,7 +93,9 @@ class Schedule:
     def _head(self) -> tuple[Any, int, Sequence] | None:
         if self._sched.rekey == "step":
             clock = self._clock()
-            return min(((self._sched.key(s, clock), s.order, s) for s in self._waiting), default=None)
+            return min(
+                ((self._sched.key(s, clock), s.order, s) for s in self._waiting), default=None
+            )
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -133,6 +135,8 @@ class Schedule:
         return preempted
 
     def _first_without_room(self) -> Sequence | None:
+        if not self.decoding:
+            return None
         slots = self._slots_of_decodes()
         needed = self._slots.num_tokens[slots]
         for slot in slots[needed > self._kv.reserved[slots]].tolist():
@@ -221,6 +225,8 @@ class Schedule:
 
     def _publish(self, slots: NDArray[np.int32]) -> None:
         """Share what is both known and written: prompt blocks at launch, generated ones at harvest."""
+        if not len(slots):
+            return
         s = self._slots
         ready = np.minimum(s.num_computed[slots], s.num_known[slots])
         for slot in slots[ready >= self._kv.next_publish[slots]].tolist():

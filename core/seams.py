@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from core.config import OfferConfig
     from core.facts import ModelFacts
     from core.model import Site
+    from core.weights import LayerWeights
 
 PROJECT = "outweigh"
 SEAMS = ("kv", "fusion", "graphs", "sched")
@@ -90,12 +91,18 @@ class KVManager(Protocol):
 
     api: ClassVar[int]
     lossless: ClassVar[bool]
-    prefix_sharing: ClassVar[bool]  # True: has an attribute `sharing`, which the core sets before `bind`
+    prefix_sharing: ClassVar[
+        bool
+    ]  # True: has an attribute `sharing`, which the core sets before `bind`
     graph_safe: ClassVar[bool]
     Config: ClassVar[type[OfferConfig]]
 
-    reserved: NDArray[Any]  # [S + 1] int32: tokens slot s can hold now; the core calls acquire for rows that cross it
-    next_publish: NDArray[Any]  # [S + 1] int32: publish is due once a slot's known length reaches it
+    reserved: NDArray[
+        Any
+    ]  # [S + 1] int32: tokens slot s can hold now; the core calls acquire for rows that cross it
+    next_publish: NDArray[
+        Any
+    ]  # [S + 1] int32: publish is due once a slot's known length reaches it
 
     # Host half: bookkeeping, no device work.
 
@@ -151,8 +158,17 @@ class KVManager(Protocol):
 
     # Device half.
 
+    @optional
+    def weights(self, layers: Seq[LayerWeights]) -> None:
+        """Called once before `bind`, for offers whose layout depends on the weights.
+
+        They are read only; what is kept must be a copy.
+        """
+
     @spec
-    def bind(self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device) -> None:
+    def bind(
+        self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device
+    ) -> None:
         """Allocate everything, once, in facts.dtype. Pointers stay valid until the engine closes."""
         raise NotImplementedError
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from core.batch import Limits, Sequence
 
-NO_TOKEN = -1  # an id that no tokenizer has: "still on the device" in a batch, "no stop id" in stop_ids
+NO_TOKEN = (
+    -1
+)  # an id that no tokenizer has: "still on the device" in a batch, "no stop id" in stop_ids
 
 
 class Slots:

@@ -60,7 +60,9 @@ class Staging:
         self.device = {name: _view(self._device, s) for name, s in self._sections.items()}
         self._on_cuda = device.type == "cuda"
         if self._on_cuda:
-            self._ring = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_host)]
+            self._ring = [
+                torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_host)
+            ]
             self._copied = [torch.cuda.Event() for _ in range(num_host)]
         else:
             self._ring = [self._device]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def outweigh_register_kv(register: Register) -> None:
     register("contiguous", "plugins.kv.contiguous:Contiguous")
     register("paged", "plugins.kv.paged:Paged")
+    register("paged_int8", "plugins.kv.paged_int8:PagedInt8")
 
 
 @hookimpl

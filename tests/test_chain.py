@@ -21,7 +21,9 @@ def span(name, *nodes, priority=0, run=lambda sites, batch, *values: values):
 
 
 def chain(num_layers=3):
-    return decoder_chain(SimpleNamespace(layer=-1), [SimpleNamespace(layer=i) for i in range(num_layers)])
+    return decoder_chain(
+        SimpleNamespace(layer=-1), [SimpleNamespace(layer=i) for i in range(num_layers)]
+    )
 
 
 def names(operations):
@@ -46,7 +48,10 @@ def test_a_span_may_cross_the_edge_of_a_layer_and_gets_a_site_a_node():
 
 
 def test_what_is_read_and_what_is_live():
-    operations = cover(chain(1), [span("qk", "qk_norm", "rope", "kv_write"), span("mlp", "gate_up", "act_mul", "down")])
+    operations = cover(
+        chain(1),
+        [span("qk", "qk_norm", "rope", "kv_write"), span("mlp", "gate_up", "act_mul", "down")],
+    )
     by_name = {op.name: op for op in operations}
     assert (by_name["qk"].reads, by_name["qk"].writes) == (("qkv",), ("q",))
     assert (by_name["mlp"].reads, by_name["mlp"].writes) == (("hidden",), ("hidden",))

@@ -83,9 +83,7 @@ def test_scarcity_changes_no_token(checkpoints, num_blocks, overlap, sharing):
     with tiny_engine(
         path, settings=settings, overlap=overlap, enable_prefix_caching=sharing
     ) as engine:
-        outputs = engine.generate(
-            prompts(), SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-        )
+        outputs = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
         assert [o.token_ids for o in outputs] == expected
         engine._kv.check_integrity()
         assert engine._kv.usage().num_held == 0
@@ -149,7 +147,9 @@ def test_events_add_up_to_the_outputs(checkpoints):
     path, expected = checkpoints["qwen2"]
     with tiny_engine(path) as engine:
         for i, prompt in enumerate(prompts()):
-            engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), str(i))
+            engine.add_request(
+                prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), str(i)
+            )
         tokens = {str(i): [] for i in range(len(prompts()))}
         texts = dict.fromkeys(tokens, "")
         outputs = {}
@@ -202,7 +202,10 @@ def test_logprobs_are_those_of_the_raw_logits(checkpoints):
     with tiny_engine(path) as engine:
         outputs = engine.generate(
             [prompt, prompts()[1]],
-            [SamplingParams(max_tokens=5, temperature=0.7, seed=1, logprobs=0), SamplingParams(max_tokens=5)],
+            [
+                SamplingParams(max_tokens=5, temperature=0.7, seed=1, logprobs=0),
+                SamplingParams(max_tokens=5),
+            ],
         )
     assert outputs[1].logprobs is None
     ids = outputs[0].token_ids
@@ -298,7 +301,9 @@ def test_a_decode_advances_while_prompts_arrive(checkpoints):
     """One running decode and a new prompt every step: the decode gets a token every step."""
     path, expected = checkpoints["qwen3"]
     with tiny_engine(path, max_num_seqs=4, max_num_batched_tokens=16) as engine:
-        engine.add_request(prompts()[3], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), "first")
+        engine.add_request(
+            prompts()[3], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), "first"
+        )
         got = []
         for i in range(NEW_TOKENS + 1):
             got += [len(e.token_ids) for e in engine.step() if e.request_id == "first"]

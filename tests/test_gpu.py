@@ -86,7 +86,12 @@ def test_every_composition_gives_the_same_tokens_in_float32(checkpoint, temperat
             for fusion in ("none", "triton"):
                 for overlap in (False, True):
                     with engine(
-                        checkpoint, kv=kv, graphs=graphs, fusion=fusion, overlap=overlap, dtype="float32"
+                        checkpoint,
+                        kv=kv,
+                        graphs=graphs,
+                        fusion=fusion,
+                        overlap=overlap,
+                        dtype="float32",
                     ) as e:
                         outputs = e.generate(prompts(), params)
                     found[kv, graphs, fusion, overlap] = [o.token_ids for o in outputs]

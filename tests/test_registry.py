@@ -11,8 +11,9 @@ import pytest
 
 from core import hookimpl
 from core.config import OfferConfig
+from core.conform import fact_types
 from core.errors import RunError, UserError
-from core.registry import BUILTIN, Registry, bind
+from core.registry import BUILTIN, Owner, Registry, bind
 from core.seams import PROTOCOLS, SEAMS, Scheduler
 
 BUILTIN_OFFERS = [
@@ -67,8 +68,6 @@ def register_sched(target, name="mine"):
             register(name, target)
 
     made = registry()
-    from core.registry import Owner
-
     made._take(made._install(Plugin(), Owner("p", "p", "0", "here")))
     return made.find("sched", name)
 
@@ -426,8 +425,6 @@ def test_methods_may_take_more_than_the_seam_gives(method):
 
 
 def test_every_seam_states_its_facts():
-    from core.conform import fact_types
-
     assert set(fact_types("kv")) == {"api", "lossless", "prefix_sharing", "graph_safe", "Config"}
     for seam in SEAMS:
         assert {"api", "Config"} <= set(fact_types(seam))

@@ -69,7 +69,7 @@ class KVManagerSuite:
         """A fresh, unbound manager; `sharing` is what the engine may set before `bind`."""
         offer: Any = self.offer or Registry().find("kv", self.plugin).load()
         kv = bind("kv", offer(offer.Config(**self.config)))
-        if sharing is not None:
+        if sharing is not None and kv.prefix_sharing:
             kv.sharing = sharing
         return cast("KVManager", kv)
 

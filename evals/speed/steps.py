@@ -50,7 +50,9 @@ def prefill_floor_ms(facts: ModelFacts, num_tokens: int, bandwidth: float, flops
     return max(weight_bytes(facts) / bandwidth, (linear + attention) / flops) * 1e3
 
 
-def prefill_ms(engine: Engine, num_tokens: int, repeats: int, rng: np.random.Generator) -> list[float]:
+def prefill_ms(
+    engine: Engine, num_tokens: int, repeats: int, rng: np.random.Generator
+) -> list[float]:
     """Milliseconds from `add_request` to the token, one lone prompt at a time."""
     from core.sampling import SamplingParams
 
@@ -130,13 +132,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype")
     parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 1024, 4096])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=int, default=1088, help="tokens, at the middle of the timed steps")
+    parser.add_argument(
+        "--context", type=int, default=1088, help="tokens, at the middle of the timed steps"
+    )
     parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
     parser.add_argument("--repeats", type=int, default=20, help="prefills timed")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--bandwidth", type=float, default=4.24, help="TB/s, measured on the device")
-    parser.add_argument("--flops", type=float, default=765.0, help="TFLOP/s, measured on the device")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.24, help="TB/s, measured on the device"
+    )
+    parser.add_argument(
+        "--flops", type=float, default=765.0, help="TFLOP/s, measured on the device"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -188,7 +196,9 @@ def _print(rows: dict[str, Any]) -> None:
     table = Table("step", "n", "p50 ms", "min ms", "p90 ms", "floor ms", "× floor")
     for kind, unit in (("prefill", "tokens"), ("decode", "sequences")):
         for size, row in rows[kind].items():
-            figures = [f"{row[k]:.2f}" for k in ("p50_ms", "min_ms", "p90_ms", "floor_ms", "x_floor")]
+            figures = [
+                f"{row[k]:.2f}" for k in ("p50_ms", "min_ms", "p90_ms", "floor_ms", "x_floor")
+            ]
             table.add_row(f"{kind} {size} {unit}", str(row["n"]), *figures)
     Console().print(table)
 

@@ -1,6 +1,7 @@
 """`triton`: the memory-bound spans of the decoder, and the sampler, as one Triton kernel each.
 
-A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes 4.
+A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
+4.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> b
 
 
 class TritonFusion:
-    """Rounds wherever the plain nodes round: results differ from theirs by the order of sums alone."""
+    """Rounds where the plain nodes round: results differ by the order of sums alone."""
 
     api: ClassVar[int] = 1
     lossless: ClassVar[bool] = True

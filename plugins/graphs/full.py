@@ -27,7 +27,9 @@ class FullGraphs:
     captures = True
 
     class Config(OfferConfig):
-        fine: int = Field(8, ge=1, description="spacing of the decode ladder's lower rungs, in sequences")
+        fine: int = Field(
+            8, ge=1, description="spacing of the decode ladder's lower rungs, in sequences"
+        )
         fine_tokens: int = Field(
             32, ge=1, description="spacing of the prefill ladders' lower rungs, in tokens"
         )
@@ -35,7 +37,8 @@ class FullGraphs:
             4096, ge=1, description="largest captured prefill or mixed step, in tokens"
         )
         mixed: bool = Field(
-            True, description="capture steps that mix prompts, chunks and decodes, or several prompts"
+            True,
+            description="capture steps that mix prompts, chunks and decodes, or several prompts",
         )
 
     def __init__(self, config: Config | None = None) -> None:

@@ -33,7 +33,6 @@ class Contiguous:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.sharing = False
         self._held: dict[Sequence, int | None] = {}
 
     # ------------------------------------------------------------------------------------ host half

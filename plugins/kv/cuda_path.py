@@ -57,8 +57,10 @@ class CudaPath:
         return {"tiles": tiles_shape(limits)}
 
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> None:
-        """Cut the prefill rows of the step into tiles."""
-        fill_tiles(step, host["tiles"])
+        """Cut the prefill rows of the step into tiles, unless its route reads none."""
+        shape = step.shape
+        if shape is None or not (shape.fresh or shape.decode_only):
+            fill_tiles(step, host["tiles"])
 
     def begin_step(self, batch: Batch) -> None:
         """Fill the slot map from the block table."""

@@ -78,7 +78,10 @@ def allocate(
     heads, dim, num_tokens = facts.num_kv_heads, facts.head_dim, limits.max_num_batched_tokens
     shape = (2, facts.num_layers, num_blocks, heads, block_size, dim)
     data = torch.zeros(shape, dtype=facts.dtype, device=device)
-    index = {"dtype": torch.int32, "device": device}
+    table = None
+    if table_width:
+        rows = limits.max_num_seqs + 1
+        table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
     fresh = None
     if device.type == "cuda":
         scratch = torch.zeros(2, num_tokens, heads, dim, dtype=facts.dtype, device=device)
@@ -87,8 +90,8 @@ def allocate(
         k=data[0],
         v=data[1],
         block_size=block_size,
-        slot_map=torch.zeros(num_tokens, **index),
-        table=torch.zeros(limits.max_num_seqs + 1, table_width, **index) if table_width else None,
+        slot_map=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        table=table,
         fresh=fresh,
     )
 

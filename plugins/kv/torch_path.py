@@ -105,13 +105,12 @@ class TorchPath:
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """Attention of q [T, H, D] over what is stored, [T, H * D]; 0 for padding tokens."""
         assert self._step is not None
-        k, v = self._flat(layer)
         out = torch.zeros_like(q)
         for group in self._step.decodes:
-            keys, values = k.index_select(0, group.rows), v.index_select(0, group.rows)
+            keys, values = self._read(layer, group.rows)
             out[group.tokens] = self._decode(q[group.tokens], keys, values, group)
         for row in self._step.prefills:
-            keys, values = k.index_select(0, row.rows), v.index_select(0, row.rows)
+            keys, values = self._read(layer, row.rows)
             out[row.lo : row.hi] = self._prefill(q[row.lo : row.hi], keys, values, row)
         return out.flatten(1)
 
@@ -139,6 +138,11 @@ class TorchPath:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+    def _read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of int64 [n] flat rows as attention computes with them, [n, D]."""
+        k, v = self._flat(layer)
+        return k.index_select(0, rows), v.index_select(0, rows)
 
     def _flat(self, layer: int) -> tuple[Tensor, Tensor]:
         dim = self._facts.head_dim

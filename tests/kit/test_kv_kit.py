@@ -8,6 +8,10 @@ caught by what it reads.
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +23,7 @@ from plugins.kv.blocks import ROOT, BlockPool
 from plugins.kv.paged import Paged
 
 BLOCK_SIZE = 4
+ROOT = Path(__file__).parents[2]
 
 
 class Leaks(Paged):
@@ -267,3 +272,27 @@ def test_the_page_oracle_sees_it_in_what_is_read(bug):
             kv = blind(Paged.Config(block_size=BLOCK_SIZE))
             rig = Rig(kv, num_tokens=PLENTY // 3, limits=limits)
             PageOracle(rig, seed=seed, num_requests=30, max_total=MAX_LEN - 10).run()
+
+
+STATED = """
+from core.testing.kv import KVManagerSuite
+from tests.kit.test_kv_kit import PairsHeadsWrongly
+
+class TestStated(KVManagerSuite):
+    offer = PairsHeadsWrongly
+    expected_failures = {
+        "test_write_then_read_is_dense_attention": "heads are paired wrongly",
+        "test_release_gives_everything_back": "holds, and so must not be listed here",
+    }
+"""
+
+
+def test_an_expected_failure_that_passes_is_a_failure(tmp_path):
+    file = tmp_path / "test_stated.py"
+    file.write_text(STATED)
+    clauses = "dense_attention or gives_everything or ever_fits"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", clauses, file]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "1 failed, 1 passed" in done.stdout and "1 xfailed" in done.stdout, done.stdout[-3000:]
+    assert "[XPASS(strict)] holds, and so must not be listed here" in done.stdout

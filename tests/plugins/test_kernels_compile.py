@@ -1,8 +1,9 @@
-"""Every kernel compiled for sm_90 as it is launched for published models in bfloat16: no GPU is needed for that.
+"""Every kernel compiled for sm_90, as published models in bfloat16 launch it, without a GPU.
 
-The wrappers run on tensors without storage and their launches are recorded instead of made. What must hold: no
-spilled registers, shared memory that an SM has, keys and values fetched ahead in 16-byte copies, and prefill on
-the tensor cores' warp-group instructions. A harmless-looking edit of an address loses these silently.
+The wrappers run on tensors without storage and their launches are recorded instead of made. What
+must hold: no spilled registers, shared memory that an SM has, keys and values fetched ahead in
+16-byte copies, and prefill on the tensor cores' warp-group instructions. A harmless-looking edit of
+an address loses these silently.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
-SHARED_BYTES = 227 * 1024  # of one program on sm_90
+SHARED_BYTES = 227 * 1024  # that one program may have on sm_90
+SM_SHARED_BYTES = 228 * 1024  # that an SM has; every program takes 1 KB of it beside its own
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
@@ -76,14 +78,16 @@ def compile_launch(launch, folder):
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     binary = folder / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
-    usage = subprocess.run(
-        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)], check=True, capture_output=True, text=True
-    ).stdout  # fmt: skip
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Compiled(
-        launch.kernel.__name__, made.asm["ptx"], made.metadata.shared, numbers["STACK"] + numbers["LOCAL"],
-        numbers["REG"],
-    )  # fmt: skip
+        name=launch.kernel.__name__,
+        ptx=made.asm["ptx"],
+        shared_bytes=made.metadata.shared,
+        stack_bytes=numbers["STACK"] + numbers["LOCAL"],
+        num_registers=numbers["REG"],
+    )
 
 
 def compile_all(launches, folder):
@@ -103,8 +107,16 @@ def ints(*shape):
     return empty(*shape, dtype=torch.int32)
 
 
-# Query heads, KV heads, head_dim, block size (None: contiguous): Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B, Llama-3-8B.
-MODELS = [(16, 8, 128, 16), (32, 8, 128, 256), (14, 2, 64, 32), (32, 8, 128, None), (8, 4, 256, 16), (8, 8, 80, 16)]
+# Query heads, KV heads, head_dim, block size (None: contiguous): Qwen3-0.6B, Qwen3-4B,
+# Qwen2.5-0.5B, Llama-3-8B.
+MODELS = [
+    (16, 8, 128, 16),
+    (32, 8, 128, 256),
+    (14, 2, 64, 32),
+    (32, 8, 128, None),
+    (8, 4, 256, 16),
+    (8, 8, 80, 16),
+]
 
 
 def attention(shape, num_tokens):
@@ -129,7 +141,9 @@ def test_decode(launches, tmp_path, shape, num_rows):
     assert ("_merge_kernel" in kernels) == (num_rows * shape[1] < 4 * 132)
     decode = kernels["_decode_kernel"]
     assert two_stages_ahead(decode.ptx)
-    assert 2 * decode.shared_bytes <= SHARED_BYTES, "one program an SM does not keep the memory busy"
+    assert 3 * (decode.shared_bytes + 1024) <= SM_SHARED_BYTES, (
+        "fewer than three programs share an SM"
+    )
 
 
 @pytest.mark.parametrize("shape", MODELS, ids=str)
@@ -144,7 +158,7 @@ def test_prefill(launches, tmp_path, shape):
 
 
 def two_stages_ahead(ptx):
-    """Copies of 16 bytes into shared memory, before the loop and in it, of which some stay outstanding."""
+    """Some of the 16-byte copies into shared memory stay outstanding when the first is used."""
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
     pending = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)]
     return len(copies) >= 12 and max(pending) >= 2

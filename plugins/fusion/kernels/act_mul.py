@@ -29,7 +29,10 @@ def _act_mul_kernel(
 
 
 def act_mul(gate_up_T2I: Tensor) -> Tensor:
-    """silu(gate) * up, [T, I], of gate_up [T, 2 I] with rows of unit stride; silu is rounded before the product."""
+    """silu(gate) * up, [T, I], of gate_up [T, 2 I]; silu is rounded before the product.
+
+    Rows have unit stride.
+    """
     num_tokens, two_n = gate_up_T2I.shape
     n = two_n // 2
     out = gate_up_T2I.new_empty(num_tokens, n)

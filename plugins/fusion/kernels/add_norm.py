@@ -60,7 +60,7 @@ def _embed_norm_kernel(
 
 
 def _width(num_columns: int) -> tuple[int, int]:
-    """Padded row width and warps for one program a row: eight elements (16 bytes of bf16) a thread at first."""
+    """Padded row width and warps: at first eight elements (16 bytes of bf16) a thread."""
     padded = triton.next_power_of_2(num_columns)
     return padded, max(1, min(8, padded // 256))
 
@@ -70,7 +70,8 @@ def add_norm(
 ) -> None:
     """residual += hidden, in place; out = rms_norm(residual) * gain. `out` may be `hidden` itself.
 
-    All of one dtype, rows of unit stride. The sum is rounded to dtype first, and what is normed is that.
+    All of one dtype, rows of unit stride. The sum is rounded to dtype first, and what is normed is
+    that.
     """
     num_tokens, n = residual_TN.shape
     padded, num_warps = _width(n)

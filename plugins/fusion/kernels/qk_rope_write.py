@@ -1,10 +1,9 @@
-"""From the packed projection to rotated queries, and to keys and values in the cache, in one launch."""
+"""From the packed projection to rotated queries, and keys and values in the cache, at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -18,7 +17,10 @@ _ELEMENTS = 1024  # of a program's heads; 64 threads load 16 bytes of bf16 a hal
 
 @triton.jit
 def _rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [HEADS, D / 2] of some heads, normed if asked, rotated; rounded where the plain nodes round."""
+    """Both halves [HEADS, D / 2] of some heads, normed if asked, and rotated.
+
+    Rounded wherever the plain nodes round.
+    """
     a = tl.load(at, mask=mask, other=0.0)
     b = tl.load(at + half, mask=mask, other=0.0)
     dtype: tl.constexpr = a.dtype
@@ -37,7 +39,8 @@ def _rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: 
 @triton.jit
 def _qk_rope_write_kernel(
     qkv_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, positions_ptr, slot_map_ptr, q_ptr,
-    k_cache_ptr, v_cache_ptr, fresh_k_ptr, fresh_v_ptr, eps, stride_qkv, stride_block, stride_kv_head,
+    k_cache_ptr, v_cache_ptr, fresh_k_ptr, fresh_v_ptr, eps,
+    stride_qkv, stride_block, stride_kv_head,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +71,7 @@ def _qk_rope_write_kernel(
         v_b = tl.load(v_at + half, mask=mask)
         k_a, k_b = _rotated(k_at, half, mask, k_gain_ptr, e, cos, sin, eps, D, NORM)
         to = (place // BLOCK).to(tl.int64) * stride_block + (place % BLOCK) * D
-        to = to + head * stride_kv_head + e
+        to = to + head.to(tl.int64) * stride_kv_head + e
         tl.store(k_cache_ptr + to, k_a, mask=mask)
         tl.store(k_cache_ptr + to + half, k_b, mask=mask)
         tl.store(v_cache_ptr + to, v_a, mask=mask)
@@ -95,11 +98,11 @@ def qk_rope_write(
     block_size: int,
     eps: float,
 ) -> Tensor:
-    """Rotated queries, contiguous [T, H, D]; keys and values of the step go into the caches, and into `fresh`.
+    """Rotated queries, contiguous [T, H, D]; keys and values go into the caches and `fresh`.
 
-    `qkv` is [T, (H + 2 K) D] with rows of unit stride. `gains` are those of QK-norm, [D] each. cos and sin are
-    float32 [P, D / 2]. Caches are a pair of [N, K, B, D], `slot_map` int32 [>= T] names places in them, `fresh` is
-    a pair of contiguous [>= T, K, D]. D is a power of two.
+    `qkv` is [T, (H + 2 K) D] with rows of unit stride. `gains` are those of QK-norm, [D] each. cos
+    and sin are float32 [P, D / 2]. Caches are a pair of [N, K, B, D], `slot_map` int32 [>= T] names
+    places in them, `fresh` is a pair of contiguous [>= T, K, D]. D is a power of two.
     """
     num_tokens = qkv_TP.shape[0]
     k_cache, v_cache = caches
@@ -111,7 +114,8 @@ def qk_rope_write(
     fresh_k, fresh_v = fresh if fresh is not None else (k_cache, v_cache)
     _qk_rope_write_kernel[(num_tokens, parts)](
         qkv_TP, q_gain, k_gain, cos_PE, sin_PE, positions_T, slot_map_T, q,
-        k_cache, v_cache, fresh_k, fresh_v, eps, qkv_TP.stride(0), k_cache.stride(0), k_cache.stride(1),
+        k_cache, v_cache, fresh_k, fresh_v, eps,
+        qkv_TP.stride(0), k_cache.stride(0), k_cache.stride(1),
         NUM_Q=num_heads, NUM_KV=num_kv_heads, D=head_dim, BLOCK=block_size, HEADS=heads,
         NORM=gains is not None, HAS_FRESH=fresh is not None, num_warps=2,
     )  # fmt: skip

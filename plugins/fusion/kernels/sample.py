@@ -1,4 +1,4 @@
-"""Sampling by Gumbel-max over counter-based noise, in one pass over the logits and a small reduction."""
+"""Gumbel-max over counter-based noise: one pass over the logits and a small reduction."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def _scores_kernel(
         key1 = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
         hashed = _fmix32(_fmix32(entry.to(tl.uint32) * 0x9E3779B1 + key0) ^ key1)
         u = (hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
-        # -log(1 - u). Near 0, the end that wins, 1 - u would keep few of the 32 bits: there a series, exact
-        # to float32 below 1/64.
+        # -log(1 - u). Near 0, the end that wins, 1 - u would keep few of the 32 bits: there a
+        # series, exact to float32 below 1/64.
         series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
         exponential = tl.where(u < 0.015625, series, -tl.log(1.0 - u))
         score = score / temperature - tl.log(exponential)
-    # A model that has gone wrong gives NaN; as the worst score it cannot lead outside of the vocabulary.
+    # A model that has gone wrong gives NaN; as the worst score it cannot lead outside of the
+    # vocabulary.
     score = tl.where(score == score, score, float("-inf"))
     best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + row * num_blocks + block, best)
@@ -60,13 +61,12 @@ def _best_kernel(best_ptr, index_ptr, out_ptr, num_blocks, BLOCKS_PADDED: tl.con
     tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), index, 0x7FFFFFFF), 0))
 
 
-def sample(
-    logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor, out_R: Tensor
-) -> None:
-    """The index of the best logit / temperature + Gumbel noise of every row, int32; the lowest on ties.
+def sample(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor, out_R: Tensor) -> None:
+    """The index of each row's best logit / temperature + Gumbel noise, int32; the lowest on ties.
 
-    Temperature 0 compares plain logits. The noise is a function of the row's key, int32 [R, 2], and of the entry
-    alone: -log(E), E = -log(1 - u), u = (h + 1/2) / 2^32, h = fmix32(fmix32(v * 0x9E3779B1 + key0) ^ key1).
+    Temperature 0 compares plain logits. The noise is a function of the row's key, int32 [R, 2], and
+    of the entry v alone: -log(E), where E = -log(1 - u), u = (h + 1/2) / 2^32 and
+    h = fmix32(fmix32(v * 0x9E3779B1 + key0) ^ key1).
     """
     num_rows, num_entries = logits_RV.shape
     num_blocks = triton.cdiv(num_entries, _ELEMENTS)
@@ -76,9 +76,8 @@ def sample(
         logits_RV, temperature_R, key_R2, best, index, num_blocks, logits_RV.stride(0),
         V=num_entries, ELEMENTS=_ELEMENTS, num_warps=4,
     )  # fmt: skip
-    _best_kernel[(num_rows,)](
-        best, index, out_R, num_blocks, BLOCKS_PADDED=triton.next_power_of_2(num_blocks), num_warps=1
-    )
+    padded = triton.next_power_of_2(num_blocks)
+    _best_kernel[(num_rows,)](best, index, out_R, num_blocks, BLOCKS_PADDED=padded, num_warps=1)
 
 
 def scores_reference(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor) -> Tensor:

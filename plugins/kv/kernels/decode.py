@@ -1,4 +1,7 @@
-"""Split-KV decode attention with the query heads of one KV head packed into one tile (Flash-Decoding, 2023)."""
+"""Split-KV decode attention (Flash-Decoding, 2023).
+
+The query heads of one KV head are the rows of one tile: keys and values are read once for all.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ _H200_SMS = 132
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, lens_ptr, num_decodes_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale_log2, num_splits, stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table,
-    stride_out, GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, lens_ptr, num_decodes_ptr,
+    out_ptr, partial_ptr, lse_ptr, scale_log2, num_splits,
+    stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -48,16 +52,16 @@ def _decode_kernel(
 
     slot = tl.load(slots_ptr + row)
     table_row = table_ptr + slot.to(tl.int64) * stride_table
-    k_head = k_ptr + kv_head * stride_kv_head
-    v_head = v_ptr + kv_head * stride_kv_head
+    k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     top = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     acc = tl.zeros((TILE_M, D_PADDED), tl.float32)
     ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
     for start in range(begin, stop, TILE_N):
         offsets = token_offsets(ids, start, stride_block, BLOCK, TILE_N, D)[:, None] + dim[None, :]
-        # The next tile's ids travel while this tile is computed. Loaded where they are used, they would sit
-        # between the pipeline and K and V, and halve how far ahead those are fetched.
+        # The next tile's ids travel while this tile is computed. Loaded where they are used, they
+        # would sit between the pipeline and K and V, and halve how far ahead those are fetched.
         ids = block_ids(table_row, slot, start + TILE_N, stop, BLOCK, TILE_N)
         is_key = start + tl.arange(0, TILE_N) < stop
         mask = is_key[:, None] & (dim < D)[None, :]
@@ -105,12 +109,12 @@ def _merge_kernel(
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share one row's context: enough for four programs an SM over all rows and KV heads.
+    """Programs that share one row's context: with all rows and KV heads, at least four an SM.
 
-    Host integers alone decide, never the lengths, so that a captured graph fits every step of its shape. On an
-    H200 with 8 KV heads: 32 for one row, 9 for 8, 2 for 64, 1 from 66 on.
+    Host integers alone decide, never the lengths, so that a captured graph fits every step of its
+    shape. On an H200 with 8 KV heads: 32 for one row, 9 for 8, 2 for 64, 1 from 66 on.
     """
-    most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more of them to reach every SM
+    most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more to reach every SM
     return min(most, triton.cdiv(4 * num_sms, num_rows * num_kv_heads))
 
 
@@ -131,10 +135,11 @@ def decode_attention(
 ) -> None:
     """Attention of one query a row over the first seq_lens[r] positions of its slot, into `out`.
 
-    Row r is token r of q [T, H, D] and of `out` ([T, H, D] or [T, H * D], heads contiguous). Rows from the device
-    scalar `num_decodes` int32 [1] on are left untouched; rows of length 0 below it become zeros. Caches are
-    [N, K, B, D] with one stride of N and contiguous blocks; `table` int32 [S + 1, W] names the blocks of every
-    slot, None means that the one block of a slot is the slot. `scale` multiplies q·k. Accumulates in float32.
+    Row r is token r of q [T, H, D] and of `out` ([T, H, D] or [T, H * D], heads contiguous). Rows
+    from the device scalar `num_decodes` int32 [1] on are left untouched; rows of length 0 below it
+    become zeros. Caches are [N, K, B, D] with one stride of N and contiguous blocks; `table` int32
+    [S + 1, W] names the blocks of every slot, None means that the one block of a slot is the slot.
+    `scale` multiplies q·k. Accumulates in float32.
     """
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = k_NKBD.shape[1]
@@ -148,22 +153,26 @@ def decode_attention(
         partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(shape, dtype=torch.float32, device=out.device)
     _decode_kernel[(num_rows, num_kv_heads, num_splits)](
-        q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, seq_lens_R, num_decodes,
-        out, partial, lse, scale * math.log2(math.e), num_splits, q_THD.stride(0), q_THD.stride(1),
-        k_NKBD.stride(0), k_NKBD.stride(1), 0 if table is None else table.stride(0), out.stride(0),
+        q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, seq_lens_R,
+        num_decodes, out, partial, lse, scale * math.log2(math.e), num_splits,
+        q_THD.stride(0), q_THD.stride(1), k_NKBD.stride(0), k_NKBD.stride(1),
+        0 if table is None else table.stride(0), out.stride(0),
         GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
-        BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n, SPLIT=num_splits > 1,
-        num_warps=4, num_stages=3,
+        BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n,
+        SPLIT=num_splits > 1, num_warps=4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_rows, num_heads)](
-            partial, lse, seq_lens_R, num_decodes, out, num_splits, out.stride(0), D=head_dim,
-            D_PADDED=padded, SPLITS_PADDED=triton.next_power_of_2(num_splits), TILE_N=tile_n, num_warps=4,
+            partial, lse, seq_lens_R, num_decodes, out, num_splits, out.stride(0),
+            D=head_dim, D_PADDED=padded, SPLITS_PADDED=triton.next_power_of_2(num_splits),
+            TILE_N=tile_n, num_warps=4,
         )  # fmt: skip
 
 
 def _tile_n(head_dim_padded: int, element_size: int) -> int:
-    elements = _TILE_ELEMENTS if element_size <= 2 else _TILE_ELEMENTS // 4  # no tensor cores: registers
+    elements = _TILE_ELEMENTS
+    if element_size == 4:
+        elements //= 4  # float32 goes without tensor cores, where wide tiles spill registers
     return max(16, min(128, elements // head_dim_padded))
 
 

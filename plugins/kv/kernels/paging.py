@@ -1,8 +1,8 @@
-"""Device functions that attention kernels share: from positions to cache addresses, and the softmax step.
+"""Device functions of the attention kernels: cache addresses of positions, the softmax step.
 
-A *tile* is `TILE_N` consecutive positions that start at a multiple of `TILE_N`. `BLOCK` is the block size, or 0 for
-a contiguous cache, where the one block of a sequence is its slot. Block ids are loaded once a block wherever tiles
-and blocks nest, else once a token.
+A *tile* is `TILE_N` consecutive positions that start at a multiple of `TILE_N`. `BLOCK` is the
+block size, or 0 for a contiguous cache, where the one block of a sequence is its slot. Block ids
+are loaded once a block wherever tiles and blocks nest, else once a token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import triton.language as tl
 def block_ids(table_row, slot, start, stop, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
     """Ids of the blocks that hold positions start .. start + TILE_N - 1; 0 from `stop` on.
 
-    A scalar where a block holds whole tiles, [TILE_N // BLOCK] where a tile holds whole blocks, else [TILE_N].
+    A scalar where a block holds whole tiles, [TILE_N // BLOCK] where a tile holds whole blocks,
+    else [TILE_N].
     """
     if BLOCK == 0:
         ids = slot
@@ -31,8 +32,10 @@ def block_ids(table_row, slot, start, stop, BLOCK: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit
-def token_offsets(ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr):
-    """Element offsets [TILE_N] int64 of a tile's positions within one head of a [N, K, B, D] cache."""
+def token_offsets(
+    ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr
+):
+    """Element offsets [TILE_N] int64 of a tile's positions within one head of the cache."""
     lane = tl.arange(0, TILE_N)
     if BLOCK == 0:
         offsets = ids.to(tl.int64) * stride_block + (start + lane) * D
@@ -41,6 +44,7 @@ def token_offsets(ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.cons
     elif TILE_N % BLOCK == 0:
         inner = tl.arange(0, BLOCK) * D
         nested = (ids.to(tl.int64) * stride_block)[:, None] + inner[None, :]
+        # The reshape forgets that offsets are multiples of D; without that loads are not wide.
         offsets = tl.multiple_of(tl.reshape(nested, (TILE_N,)), 16)
     else:
         offsets = ids.to(tl.int64) * stride_block + ((start + lane) % BLOCK) * D
@@ -49,7 +53,10 @@ def token_offsets(ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.cons
 
 @triton.jit
 def softmax_step(acc, top, total, scores, v):
-    """One tile of the online softmax: `scores` are in log2 units, masked ones -inf (Milakov, Gimelshein 2018)."""
+    """One tile of the online softmax (Milakov, Gimelshein 2018).
+
+    `scores` are in log2 units, masked ones -inf.
+    """
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)

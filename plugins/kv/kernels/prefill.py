@@ -1,4 +1,7 @@
-"""Causal attention of prompt chunks over the cache: FlashAttention-2 (Dao, 2023) on tiles chosen by the host."""
+"""Causal attention of prompt chunks over the cache, on tiles chosen by the host.
+
+The algorithm is FlashAttention-2 (Dao, 2023).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, query_start_ptr, lens_ptr, tiles_ptr, out_ptr,
-    scale_log2, stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
+    q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, query_start_ptr, lens_ptr, tiles_ptr,
+    out_ptr, scale_log2,
+    stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -47,14 +51,15 @@ def _prefill_kernel(
 
     slot = tl.load(slots_ptr + row)
     table_row = table_ptr + slot.to(tl.int64) * stride_table
-    k_head = k_ptr + (head // GROUP) * stride_kv_head
-    v_head = v_ptr + (head // GROUP) * stride_kv_head
+    k_head = k_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
+    v_head = v_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
     top = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     acc = tl.zeros((TILE_M, D_PADDED), tl.float32)
     position = context + query
     stop = tl.minimum(context + first + TILE_M, length)
-    # Tiles below `diagonal` are seen whole by every query here; key 0 is seen by all, so no maximum stays -inf.
+    # Tiles below `diagonal` are seen whole by every query here; key 0 is seen by all, so no maximum
+    # stays -inf.
     diagonal = (context + first + 1) // TILE_N * TILE_N
     ids = block_ids(table_row, slot, 0, stop, BLOCK, TILE_N)
     for start in range(0, diagonal, TILE_N):
@@ -95,7 +100,7 @@ class _Launch(NamedTuple):
 
 
 def _launch(head_dim_padded: int, element_size: int) -> _Launch:
-    """Tile sizes that keep accumulator, scores and addresses in registers on sm_90 (a test counts spills)."""
+    """Sizes that keep accumulator, scores and addresses in registers; a test counts spills."""
     if element_size == 4:  # without tensor cores; for checking, not for speed
         return _Launch(32, 32, 4, 2) if head_dim_padded <= 64 else _Launch(16, 16, 4, 2)
     if head_dim_padded <= 64:
@@ -121,18 +126,20 @@ def prefill_attention(
 ) -> None:
     """Causal attention of the rows that `tiles` names over what is stored for them, into `out`.
 
-    `tiles` int32 [n, 2] comes from `fill_tiles`; entries of -1 cost a program that exits at once. Query i of a row
-    with n queries and a context of L = seq_lens[r] stands at position L - n + i, and sees positions up to its
-    own. Caches, `table`, `scale` and `out` are as in `decode_attention`; other rows are left untouched.
+    `tiles` int32 [n, 2] comes from `fill_tiles`; entries of -1 cost a program that exits at once.
+    Query i of a row with n queries and a context of L = seq_lens[r] stands at position L - n + i,
+    and sees positions up to its own. Caches, `table`, `scale` and `out` are as in
+    `decode_attention`; other rows are left untouched.
     """
     num_heads, head_dim = q_THD.shape[1:]
     padded = triton.next_power_of_2(head_dim)
     launch = _launch(padded, k_NKBD.element_size())
     # Heads run fastest over the grid: all heads of the longest tile start before any shorter one.
     _prefill_kernel[(num_heads, tiles.shape[0], TILE // launch.tile_m)](
-        q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, query_start_R1, seq_lens_R,
-        tiles, out, scale * math.log2(math.e), q_THD.stride(0), q_THD.stride(1),
-        k_NKBD.stride(0), k_NKBD.stride(1), 0 if table is None else table.stride(0), out.stride(0),
+        q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, query_start_R1,
+        seq_lens_R, tiles, out, scale * math.log2(math.e),
+        q_THD.stride(0), q_THD.stride(1), k_NKBD.stride(0), k_NKBD.stride(1),
+        0 if table is None else table.stride(0), out.stride(0),
         GROUP=num_heads // k_NKBD.shape[1], D=head_dim, D_PADDED=padded,
         BLOCK=0 if table is None else block_size, TILE_M=launch.tile_m, TILE_N=launch.tile_n,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
@@ -152,7 +159,7 @@ def prefill_attention_reference(
     block_size: int,
     scale: float,
 ) -> Tensor:
-    """What `prefill_attention` writes for `rows`, float32 [T, H, D]; NaN at the tokens of other rows."""
+    """What `prefill_attention` writes for `rows`, float32 [T, H, D]; NaN at other tokens."""
     out = torch.full(q_THD.shape, torch.nan, device=q_THD.device)
     for row in rows:
         lo, hi = int(query_start_R1[row]), int(query_start_R1[row + 1])

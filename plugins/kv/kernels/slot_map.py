@@ -36,8 +36,8 @@ def fill_slot_map(
 ) -> None:
     """out[t] = block * block_size + offset of token t, int32; `out` may be longer than the step.
 
-    `table` int32 [S + 1, W] names the blocks of every slot; None means that the one block of a slot is the slot.
-    Padding needs no care here: it carries the trash slot, whose blocks are trash.
+    `table` int32 [S + 1, W] names the blocks of every slot; None means that the one block of a slot
+    is the slot. Padding needs no care here: it carries the trash slot, whose blocks are trash.
     """
     num_tokens = positions_T.numel()
     _slot_map_kernel[(triton.cdiv(num_tokens, _TOKENS),)](

@@ -1,4 +1,4 @@
-"""The host's list of prefill tiles: which `TILE` queries of which row each group of programs attends for."""
+"""The host's list of prefill tiles: which `TILE` queries of which row are attended together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE = 128  # query rows a tile
 
 
 def max_tiles(num_tokens: int, num_seqs: int) -> int:
-    """Most tiles that a step of this many tokens and rows can need; a graph of that shape launches so many.
+    """Most tiles that a step of this shape can need: a graph of the shape launches so many.
 
     Every row owns a token, and a row of q tokens needs 1 + (q - 1) // TILE tiles.
     """
@@ -29,10 +29,10 @@ def tiles_shape(limits: Limits) -> tuple[tuple[int, int], str]:
 
 
 def fill_tiles(step: HostBatch, out: NDArray[np.int32]) -> int:
-    """Write (row, index of the tile's first query within the row) for every prefill row; returns how many.
+    """Write (row, index of the tile's first query in the row) for all prefill rows; their number.
 
-    Tiles with the longest context come first, because they run longest and the device starts tiles in order.
-    Unused entries of `out` [max_tiles, 2] become -1.
+    Tiles with the longest context come first, because they run longest and the device starts tiles
+    in order. Unused entries of `out` [max_tiles, 2] become -1.
     """
     first_row = step.num_decodes
     num_queries = np.diff(step.query_start)[first_row:]

@@ -1,4 +1,4 @@
-"""Scatter the keys and values of a step into the cache, and into contiguous scratch if there is one."""
+"""Scatter a step's keys and values into the cache, and into contiguous scratch if any."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _write_kernel(
     k = tl.load(k_ptr + (token * stride_k_token + head * stride_k_head)[:, None] + dim, mask=mask)
     v = tl.load(v_ptr + (token * stride_v_token + head * stride_v_head)[:, None] + dim, mask=mask)
     place = tl.load(slot_map_ptr + token, mask=is_row, other=0)
-    within = head * stride_kv_head + (place % BLOCK) * D
+    within = head.to(tl.int64) * stride_kv_head + (place % BLOCK) * D
     at = ((place // BLOCK).to(tl.int64) * stride_block + within)[:, None] + dim
     tl.store(k_cache_ptr + at, k, mask=mask)
     tl.store(v_cache_ptr + at, v, mask=mask)
@@ -48,10 +48,11 @@ def write_kv(
     block_size: int,
     fresh: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Store keys and values [T, K, D] (any strides, unit in D) at the places that `slot_map` int32 [>= T] names.
+    """Store keys and values [T, K, D] where `slot_map` int32 [>= T] says; unit stride in D.
 
-    Caches are [N, K, B, D] with one stride of N and contiguous blocks; `fresh` is a pair of contiguous
-    [>= T, K, D]. Tokens that share a place (padding, in the trash block) leave any one of them there.
+    Caches are [N, K, B, D] with one stride of N and contiguous blocks; `fresh` is a pair of
+    contiguous [>= T, K, D]. Tokens that share a place (padding, in the trash block) leave any one
+    of them there.
     """
     num_tokens, num_heads, head_dim = k_TKD.shape
     padded = triton.next_power_of_2(head_dim)
