@@ -1,7 +1,8 @@
 """The nouns of a step: a sequence, the shape of a batch, the batch itself on host and device.
 
-Legend for shape suffixes used in this project: T tokens of a step (padded), R rows (sequences) of a step
-(padded), S slots, L layers, H query heads, K key/value heads, D head_dim, V vocabulary, N blocks, B tokens a block.
+Legend for shape suffixes used in this project: T tokens of a step (padded), R rows (sequences) of a
+step (padded), S slots, L layers, H query heads, K key/value heads, D head_dim, V vocabulary, N
+blocks, B tokens a block.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 class Limits:
     """What a composed engine may be asked to hold; everything static is sized from it.
 
-    `max_model_len`: tokens of one sequence, prompt and output together. `max_num_seqs`: rows of a step, and
-    slots; slot `max_num_seqs` is the trash slot that padding writes to. `max_num_batched_tokens`: tokens of a step.
+    `max_model_len`: tokens of one sequence, prompt and output together. `max_num_seqs`: rows of a
+    step, and slots; slot `max_num_seqs` is the trash slot that padding writes to.
+    `max_num_batched_tokens`: tokens of a step.
     """
 
     max_model_len: int
@@ -40,9 +42,9 @@ class Limits:
 class BatchShape(NamedTuple):
     """The host integers of a step, all that a captured graph may depend on.
 
-    `max_query` and `max_kv` are upper bounds over the rows, in tokens. `fresh` says that the step is one prompt
-    chunk that starts at position 0 and stands at tokens 0..n-1, so that causal attention over this step's own
-    keys is the whole of its attention.
+    `max_query` and `max_kv` are upper bounds over the rows, in tokens. `fresh` says that the step
+    is one prompt chunk that starts at position 0 and stands at tokens 0..n-1, so that causal
+    attention over this step's own keys is the whole of its attention.
     """
 
     num_tokens: int
@@ -61,11 +63,12 @@ class BatchShape(NamedTuple):
 class Sequence:
     """One request as the core and the plugins see it. Identity is the object; ids are for people.
 
-    `token_ids` holds prompt and known output, int32, with room to grow; only the first `num_known` are valid;
-    `token_times` holds the moment at which each became known, in seconds (0 for the prompt).
-    `num_tokens` counts tokens known or in flight, `num_computed` those whose keys and values are written or
-    in flight: the first chases the second. Numbers of a sequence that has a slot live in the engine's
-    slot arrays too, and the engine keeps both equal at the boundaries where a plugin is called.
+    `token_ids` holds prompt and known output, int32, with room to grow; only the first `num_known`
+    are valid; `token_times` holds the moment at which each became known, in seconds (0 for the
+    prompt). `num_tokens` counts tokens known or in flight, `num_computed` those whose keys and
+    values are written or in flight: the first chases the second. Numbers of a sequence that has a
+    slot live in the engine's slot arrays too, and the engine keeps both equal at the boundaries
+    where a plugin is called.
     """
 
     request_id: str
@@ -100,8 +103,9 @@ class Sequence:
 class HostBatch(NamedTuple):
     """A step as the host knows it. Real counts first; arrays are int32 and unpadded.
 
-    Rows: decode rows (one token each, `num_decodes` of them) come first, then prefill rows. Row r owns tokens
-    `query_start[r] : query_start[r + 1]`, at positions `seq_lens[r] - query_len .. seq_lens[r] - 1`.
+    Rows: decode rows (one token each, `num_decodes` of them) come first, then prefill rows. Row r
+    owns tokens `query_start[r] : query_start[r + 1]`, at positions `seq_lens[r] - query_len ..
+    seq_lens[r] - 1`.
     """
 
     num_tokens: int
@@ -119,11 +123,12 @@ class HostBatch(NamedTuple):
 class Batch:
     """A step as the device sees it: views of static int32 buffers, padded to `shape`.
 
-    Padding tokens have position 0 and the trash slot; padding rows have the trash slot, no query and length 0.
-    `token_ids` is -1 where the id is still on the device, in `last_token[token_slots]`; the embed node resolves
-    it. `num_decodes` is a device scalar: rows below it have one token each, rows from it on are prefill rows.
-    `kv` holds the views that the kv plugin asked for by `metadata`. `host` is what the host knows of the step;
-    a captured graph must not depend on it, so it is None while capturing.
+    Padding tokens have position 0 and the trash slot; padding rows have the trash slot, no query
+    and length 0. `token_ids` is -1 where the id is still on the device, in
+    `last_token[token_slots]`; the embed node resolves it. `num_decodes` is a device scalar: rows
+    below it have one token each, rows from it on are prefill rows. `kv` holds the views that the kv
+    plugin asked for by `metadata`. `host` is what the host knows of the step; a captured graph must
+    not depend on it, so it is None while capturing.
     """
 
     shape: BatchShape

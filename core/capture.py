@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class GraphPool:
-    """The graphs of one engine. The model's end at the logits; samplers are small graphs of their own."""
+    """The graphs of one engine. The model's end at the logits; samplers are small graphs of their
+    own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

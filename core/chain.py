@@ -1,4 +1,5 @@
-"""From the chain of atomic nodes and the spans on offer to the list of operations that a step runs."""
+"""From the chain of atomic nodes and the spans on offer to the list of operations that a step
+runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Batch
-    from core.facts import ModelFacts
     from core.seams import Span
 
 
@@ -35,9 +35,10 @@ def cover(
 ) -> list[Operation]:
     """Replace runs of nodes by spans, without overlap; nodes that no span claims stay plain.
 
-    Spans claim in order of priority, then of length, then of name. With `strict` (spans asked for by name) two
-    that want the same node are an error. `fuel` bounds the number of places claimed, counted from the start of
-    the chain: bisecting on it finds the first place where a span deviates.
+    Spans claim in order of priority, then of length, then of name. With `strict` (spans asked for
+    by name) two that want the same node are an error. `fuel` bounds the number of places claimed,
+    counted from the start of the chain: bisecting on it finds the first place where a span
+    deviates.
     """
     names = [placed.node.name for placed in chain]
     claimed: dict[int, Span] = {}  # node index -> span, for every node of a claimed run
@@ -53,7 +54,8 @@ def cover(
                 claimed.update(dict.fromkeys(range(i, i + width), span))
             elif strict and taken is not span:
                 raise UserError(
-                    f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}: name one of them in fusion.only"
+                    f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}: "
+                    "name one of them in fusion.only"
                 )
     if fuel is not None:
         starts = dict(sorted(starts.items())[:fuel])

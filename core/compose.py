@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.batch import Limits
-from core.config import RunConfig, versions
+from core.config import RunConfig
 from core.errors import RunError, UserError
 from core.executor import Executor
 from core.loading import LoadedModel, load_model
@@ -68,7 +68,8 @@ class Parts:
 
 
 def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) -> Parts:
-    """Build every part of an engine. Raises UserError before anything large is allocated where that is possible."""
+    """Build every part of an engine. Raises UserError before anything large is allocated where that
+    is possible."""
     registry = Registry(fields.get("plugins", ()))
     plan = resolve(RunConfig.of(**fields), registry)
     config = plan.config
@@ -86,8 +87,8 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
         raise RunError(
-            f"{device} ran out of memory ({first}): lower --gpu-memory-utilization, --max-num-batched-tokens, "
-            f"--max-num-seqs or --kv-cache-bytes"
+            f"{device} ran out of memory ({first}): lower --gpu-memory-utilization, "
+            "--max-num-batched-tokens, --max-num-seqs or --kv-cache-bytes"
         ) from error
 
 
@@ -151,7 +152,8 @@ def _assemble(
 
 
 def _first_limits(config: RunConfig, facts: ModelFacts) -> Limits:
-    """What was asked for, checked against the model; max_model_len may still shrink to what the cache holds."""
+    """What was asked for, checked against the model; max_model_len may still shrink to what the
+    cache holds."""
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     longest = config.max_model_len or facts.max_position
     if longest > facts.max_position:
@@ -188,12 +190,13 @@ def _budget(
 def _final_limits(
     config: RunConfig, facts: ModelFacts, limits: Limits, kv: KVManager, budget: int, name: str
 ) -> Limits:
-    """Limits that the cache can keep: fewer sequences, and where the length was left open, shorter ones."""
+    """Limits that the cache can keep: fewer sequences, and where the length was left open, shorter
+    ones."""
     room = kv.capacity(budget, facts, limits)
     if room.num_seqs < 1 or room.num_tokens < 2:
         raise UserError(
-            f"{budget / 2**30:.3f} GiB of KV cache do not hold one sequence of kv '{name}' at max_model_len "
-            f"{limits.max_model_len}: raise --kv-cache-bytes, or lower --max-model-len"
+            f"{budget / 2**30:.3f} GiB of KV cache do not hold one sequence of kv '{name}' "
+            f"at max_model_len {limits.max_model_len}: raise --kv-cache-bytes, or lower --max-model-len"
         )
     longest = limits.max_model_len
     if config.max_model_len is None:

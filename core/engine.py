@@ -1,30 +1,31 @@
 """The engine: requests in, tokens out, one step at a time.
 
-    waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops, publishing
+    waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops,
+    publishing
 
-With overlap (depth 1, the default on CUDA) a step is launched before the tokens of the one before it are known:
-the ids are gathered on the device, stops by length are known in advance, an EOS overruns by one step whose token is
-dropped. Without overlap (depth 0, a synchronous device) every step is harvested before the next is planned.
+With overlap (depth 1, the default on CUDA) a step is launched before the tokens of the one before
+it are known: the ids are gathered on the device, stops by length are known in advance, an EOS
+overruns by one step whose token is dropped. Without overlap (depth 0, a synchronous device) every
+step is harvested before the next is planned.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from core.batch import Limits, Sequence
+from core.batch import Sequence
 from core.compose import Parts, compose
-from core.errors import RunError, UserError
+from core.errors import UserError
 from core.metrics import RequestMetrics, StepCounters, request_metrics
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
 from core.scoring import score
-from core.slots import Slots
 from core.tokenizer import TextStream
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ Prompt = str | Seq[int]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request. `finish_reason`: "stop", "length", "abort", or "error" (then `error` says why)."""
+    """One finished request. `finish_reason`: "stop", "length", "abort", or "error" (then `error`
+    says why)."""
 
     request_id: str
     prompt: str | None
@@ -56,7 +58,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What a step brought for one request: new tokens, the text they decide, and the output if it ended."""
+    """What a step brought for one request: new tokens, the text they decide, and the output if it
+    ended."""
 
     request_id: str
     token_ids: list[int]
@@ -76,10 +79,12 @@ class _Request:
 
 
 class Engine:
-    """A model and four plugins, composed. Keyword arguments are the fields of `core.config.RunConfig`.
+    """A model and four plugins, composed. Keyword arguments are the fields of
+    `core.config.RunConfig`.
 
-    A seam (`kv`, `fusion`, `graphs`, `sched`) takes a name or an instance. `progress(stage, done, total)` is called
-    while weights load and graphs are captured. Raises UserError for what the caller can mend.
+    A seam (`kv`, `fusion`, `graphs`, `sched`) takes a name or an instance. `progress(stage, done,
+    total)` is called while weights load and graphs are captured. Raises UserError for what the
+    caller can mend.
     """
 
     def __init__(
@@ -114,12 +119,13 @@ class Engine:
         )
         parts.built(self)
 
-    # --------------------------------------------------------------------------------------------- requests
+    # -------- requests
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queue a request, given as text or as token ids; refuses what can never run, with the numbers."""
+        """Queue a request, given as text or as token ids; refuses what can never run, with the
+        numbers."""
         self._check_open()
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
@@ -168,15 +174,16 @@ class Engine:
         longest = self.limits.max_model_len
         if num_prompt >= longest:
             raise UserError(
-                f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must hold the prompt "
-                f"and at least one new token: shorten the prompt or raise --max-model-len"
+                f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must "
+                "hold the prompt and at least one new token: shorten the prompt or raise --max-model-len"
             )
         refusal = self._kv.ever_fits(total)
         if refusal:
             raise UserError(refusal)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has written so far is its output. Unknown and finished ids are ignored."""
+        """End a request now; what it has written so far is its output. Unknown and finished ids are
+        ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
@@ -189,10 +196,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._finished)
 
-    # ------------------------------------------------------------------------------------------------- step
+    # -------- step
 
     def step(self) -> list[StepEvent]:
-        """Advance every running request by one step; what it brought, in the order of arrival of the rows."""
+        """Advance every running request by one step; what it brought, in the order of arrival of
+        the rows."""
         self._check_open()
         touched = dict.fromkeys(self._advance())
         events = [
@@ -202,7 +210,8 @@ class Engine:
         return [event for event in events if event.token_ids] + finished
 
     def _advance(self) -> list[_Request]:
-        """Plan and launch a step, then land those that are due. Returns the requests that got a token."""
+        """Plan and launch a step, then land those that are due. Returns the requests that got a
+        token."""
         touched: list[_Request] = []
         self._touched = touched
         plan = self._schedule.plan()
@@ -244,9 +253,9 @@ class Engine:
             self._keep_logprobs(slots, step.logprobs[live])
         self._schedule.publish_known(slots[~ended])
         for slot in slots.tolist():
-            self._touched.append(self._requests[s.owner[slot].request_id])  # type: ignore[union-attr]
+            self._touched.append(self._requests[s.owner[slot].request_id])
         for i in np.flatnonzero(ended).tolist():
-            request = self._requests[s.owner[slots[i]].request_id]  # type: ignore[union-attr]
+            request = self._requests[s.owner[slots[i]].request_id]
             self._finish(request, "stop" if stopped[i] else "length")
 
     def _keep_logprobs(self, slots: NDArray[np.int32], values: NDArray[np.float32]) -> None:
@@ -263,7 +272,8 @@ class Engine:
         return busy
 
     def _unblock(self) -> None:
-        """Nothing runs, nothing is in flight, and the head of the queue still has no room: it never will."""
+        """Nothing runs, nothing is in flight, and the head of the queue still has no room: it never
+        will."""
         if self._schedule.num_running:
             return
         head = self._schedule.head()
@@ -272,9 +282,9 @@ class Engine:
             self._finish(
                 self._requests[head.request_id],
                 "error",
-                f"request {head.request_id!r} needs room for {head.num_tokens} tokens, the pool has "
-                f"{usage.num_tokens - usage.num_held} of {usage.num_tokens} free with nothing running: "
-                f"raise --kv-cache-bytes",
+                f"request {head.request_id!r} needs room for {head.num_tokens} tokens and "
+                f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free with "
+                "nothing running: raise --kv-cache-bytes",
             )
 
     def _take_slot(self, seq: Sequence) -> int:
@@ -283,7 +293,7 @@ class Engine:
         stop = () if params.ignore_eos else self.facts.eos_token_ids
         return self._slots.take(seq, seed, (*stop, *params.stop_token_ids))
 
-    # ----------------------------------------------------------------------------------------------- ending
+    # -------- ending
 
     def _finish(self, request: _Request, reason: str, error: str | None = None) -> None:
         """End a request: give back its slot and room, and queue its last event."""
@@ -342,14 +352,15 @@ class Engine:
             error=error,
         )
 
-    # ------------------------------------------------------------------------------------------ whole batches
+    # -------- whole batches
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their end, with one SamplingParams for all or one each; outputs in order of prompts.
+        """Run prompts to their end, with one SamplingParams for all or one each; outputs in order
+        of prompts.
 
         Nothing is queued unless everything can be. Requests added before go on beside these.
         """
@@ -363,7 +374,8 @@ class Engine:
             for request_id in ids:
                 self._discard(request_id)
             raise
-        wanted, outputs, others = set(ids), {}, []
+        wanted, others = set(ids), list[StepEvent]()
+        outputs: dict[str, RequestOutput] = {}
         while len(outputs) < len(ids):
             self._advance()
             finished, self._finished = self._finished, []
@@ -385,21 +397,23 @@ class Engine:
         reducer: Callable[[int, Tensor, Tensor], _T],
         rows: int = 256,
     ) -> list[_T]:
-        """Teacher-forced logits of `token_ids`, streamed: what generation reads, through the stored KV path.
+        """Teacher-forced logits of `token_ids`, streamed: what generation reads, through the stored
+        KV path.
 
-        `reducer(first, logits, targets)` is called for slices in order; logits [n, V] are those at positions
-        first .. first + n - 1, targets [n] int64 the tokens that follow (one fewer for the last position).
-        Returns what the reducer returned. Prefix hits are not used.
+        `reducer(first, logits, targets)` is called for slices in order; logits [n, V] are those at
+        positions first .. first + n - 1, targets [n] int64 the tokens that follow (one fewer for
+        the last position). Returns what the reducer returned. Prefix hits are not used.
         """
         self._check_open()
         ids = self._encode(token_ids)
         if len(ids) > self.limits.max_model_len:
             raise UserError(
-                f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}: raise --max-model-len"
+                f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}: "
+                "raise --max-model-len"
             )
         return score(self._parts, ids, self._num_added, reducer, rows)
 
-    # ------------------------------------------------------------------------------------------------ closing
+    # -------- closing
 
     def report(self) -> dict[str, Any]:
         """What this engine is and has done so far, JSON-able."""

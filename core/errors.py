@@ -8,4 +8,5 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that was asked for properly has failed (out of memory, a plugin raised). Exit code 1."""
+    """A run that was asked for properly has failed (out of memory, a plugin raised). Exit code
+    1."""

@@ -1,8 +1,10 @@
-"""The device half of a step: stage the metadata, run or replay the model, sample, send the tokens home."""
+"""The device half of a step: stage the metadata, run or replay the model, sample, send the tokens
+home."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class InFlight(NamedTuple):
-    """A step that has been launched. `slots` and `epochs` tell whose tokens they are, were the slots reused."""
+    """A step that has been launched. `slots` and `epochs` tell whose tokens they are, were the
+    slots reused."""
 
     plan: StepPlan
     slots: NDArray[np.int32]  # [n], rows that sample
@@ -86,7 +89,7 @@ class Executor:
         self._pool: GraphPool | None = None
         self._shapes: dict[BatchShape, Batch] = {}
 
-    # ----------------------------------------------------------------------------------------------- launch
+    # -------- launch
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -99,19 +102,21 @@ class Executor:
             graph()
         else:
             self._counters.num_eager_steps += 1
-            self._kv.begin_step(batch)
-            self._run_model(batch)
+            self._run_step(batch)
         sampled_slots = plan.slots[plan.samples]
         epochs = self._slots.epoch[sampled_slots]
         if not num_samples:
             return InFlight(plan, sampled_slots, epochs, sampled_slots, None, _nothing)
         sampled = self._sample(batch)
         wants_logprobs = bool(self._slots.wants_logprobs[sampled_slots].any())
+        assert batch.logits is not None
         logprobs = chosen_logprobs(batch.logits, sampled) if wants_logprobs else None
         ids, values, wait = self._out.send(sampled, logprobs, num_samples)
         return InFlight(plan, sampled_slots, epochs, ids, values, wait)
 
-    def _run_model(self, batch: Batch) -> None:
+    def _run_step(self, batch: Batch) -> None:
+        """From the metadata to the logits: what a graph captures."""
+        self._kv.begin_step(batch)
         chain = self._chain if len(batch.logit_rows) else self._chain[:-1]
         operations = self._cover(chain, batch.shape.num_tokens)
         execute(operations, batch, {})
@@ -124,7 +129,8 @@ class Executor:
         assert batch.logits is not None
         operations = self._cover(self._sample_chain, batch.shape.num_tokens)
         sampled = execute(operations, batch, {"logits": batch.logits})["sampled"]
-        # What the next step reads as input ids, so that it can be launched before the host knows them.
+        # What the next step reads as input ids, so that it can be launched before the host knows
+        # them.
         batch.last_token.index_copy_(0, batch.sample_slots.long(), sampled)
         return sampled
 
@@ -136,7 +142,7 @@ class Executor:
             self._operations[key] = cover(chain, spans, self._fuel, self._strict)
         return self._operations[key]
 
-    # ---------------------------------------------------------------------------------------------- staging
+    # -------- staging
 
     def _stage(self, plan: StepPlan) -> tuple[Batch, int]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them."""
@@ -163,15 +169,16 @@ class Executor:
         return batch, num_samples
 
     def _captured(self, wanted: BatchShape) -> Batch | None:
-        """The batch of the captured shape that a step is padded to; None where it is to run eagerly."""
+        """The batch of the captured shape that a step is padded to; None where it is to run
+        eagerly."""
         shape = self._graphs.select(*wanted)
         if shape is None:
             return None
         holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
         if shape not in self._shapes or not holds or (shape.fresh and not wanted.fresh):
             raise RunError(
-                f"the graph strategy selected {shape} for {wanted}, which it did not have captured or which does "
-                f"not hold it: repair its select()"
+                f"the graph strategy selected {shape} for {wanted}, which it did not have captured "
+                "or which does not hold it: repair its select()"
             )
         return self._shapes[shape]
 
@@ -220,27 +227,23 @@ class Executor:
             logits=self._logits[:L],
         )
 
-    # ---------------------------------------------------------------------------------------------- capture
+    # -------- capture
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None]) -> None:
-        """Capture every shape that the strategy asks for, the largest first, over padding rows only."""
+        """Capture every shape that the strategy asks for, the largest first, over padding rows
+        only."""
         shapes = sorted(set(self._graphs.shapes(self.limits)), reverse=True)
         self._pool = pool = GraphPool(self.device)
         for i, shape in enumerate(shapes):
             progress("capture", i, len(shapes))
             batch = self._shapes[shape] = self._view(shape, shape.num_seqs)
             self._stage_padding(shape)
-
-            def model(batch: Batch = batch) -> None:
-                self._kv.begin_step(batch)
-                self._run_model(batch)
-
-            pool.capture_model(shape, model)
+            pool.capture_model(shape, partial(self._run_step, batch))
             for greedy in (True, False):
                 if pool.sampler(shape, greedy) is None:
                     batch.all_greedy = greedy
-                    pool.capture_sampler(shape, greedy, lambda b=batch: self._run_sampler(b))
+                    pool.capture_sampler(shape, greedy, partial(self._run_sampler, batch))
         progress("capture", len(shapes), len(shapes))
 
     def _stage_padding(self, shape: BatchShape) -> None:
@@ -253,7 +256,7 @@ class Executor:
         self._kv.plan(step, {name: host[name] for name in self._kv_arrays})
         self._staging.send()
 
-    # ------------------------------------------------------------------------------------------------ score
+    # -------- score
 
     @torch.inference_mode()
     def hidden_states(self, plan: StepPlan) -> Tensor:

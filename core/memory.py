@@ -1,4 +1,5 @@
-"""How many bytes the KV cache gets where the user names none: what is left after weights, activations and graphs."""
+"""How many bytes the KV cache gets where the user names none: what is left after weights,
+activations and graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _SLACK_BYTES = 1 << 29  # cuBLAS and cuDNN workspaces, split-KV partials, fragme
 
 
 class _NoKV:
-    """Stands in for a kv offer while activations are measured: stores nothing, attends to nothing."""
+    """Stands in for a kv offer while activations are measured: stores nothing, attends to
+    nothing."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         return None
@@ -37,7 +39,8 @@ class _NoKV:
 
 
 def host_budget(facts: ModelFacts, limits: Limits) -> int:
-    """Bytes on a CPU: every slot at full length if a quarter of the free memory holds it, else that quarter."""
+    """Bytes on a CPU: every slot at full length if a quarter of the free memory holds it, else that
+    quarter."""
     wanted = facts.kv_bytes_per_token * (limits.max_model_len + 256) * (limits.max_num_seqs + 1)
     return min(wanted, int(psutil.virtual_memory().available * _HOST_SHARE))
 
@@ -52,7 +55,8 @@ def device_budget(
     utilization: float,
     captures: bool,
 ) -> int:
-    """Bytes on a GPU, from a dry pass of the largest step: its peak counts once for eager steps, once for graphs."""
+    """Bytes on a GPU, from a dry pass of the largest step: its peak counts once for eager steps,
+    once for graphs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     peak = _activation_bytes(facts, weights, rope, spans, limits, device)
@@ -62,8 +66,8 @@ def device_budget(
     if budget <= 0:
         raise UserError(
             f"weights, activations and graphs need {used / 2**30:.1f} GiB and "
-            f"{total * utilization / 2**30:.1f} GiB may be used: raise --gpu-memory-utilization, or lower "
-            f"--max-num-batched-tokens or --max-num-seqs"
+            f"{total * utilization / 2**30:.1f} GiB may be used: raise --gpu-memory-utilization, "
+            "or lower --max-num-batched-tokens or --max-num-seqs"
         )
     return budget
 
@@ -76,7 +80,8 @@ def _activation_bytes(
     limits: Limits,
     device: torch.device,
 ) -> int:
-    """Peak bytes of one step of max_num_batched_tokens tokens, attention's own scratch apart. One layer is enough."""
+    """Peak bytes of one step of max_num_batched_tokens tokens, attention's own scratch apart. One
+    layer is enough."""
     tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
     stub: Any = _NoKV()
     head = Site(-1, facts, weights, None, *rope, stub, None)

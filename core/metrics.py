@@ -1,4 +1,5 @@
-"""What is measured of a request. Times are seconds of one monotonic clock; figures for people are ms."""
+"""What is measured of a request. Times are seconds of one monotonic clock; figures for people are
+ms."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 class RequestMetrics:
     """One finished request.
 
-    `ttft_ms`: from arrival to the first token on the host; None where there was none. `itl_ms`: the gaps between
-    consecutive tokens, the first token's wait excluded. `tokens_per_s`: output tokens over the whole time.
+    `ttft_ms`: from arrival to the first token on the host; None where there was none. `itl_ms`: the
+    gaps between consecutive tokens, the first token's wait excluded. `tokens_per_s`: output tokens
+    over the whole time.
     """
 
     num_prompt_tokens: int

@@ -1,8 +1,10 @@
-"""Sampling parameters, and the plain-torch sampler whose randomness is a function of (seed, token position).
+"""Sampling parameters, and the plain-torch sampler whose randomness is a function of (seed, token
+position).
 
-A token's noise depends on the request's seed, on the position of the token in its sequence and on the vocabulary
-entry, and on nothing else: not on the batch, the row, the step, or on a preemption in between (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011, is the idea; the mixer is MurmurHash3's finaliser).
+A token's noise depends on the request's seed, on the position of the token in its sequence and on
+the vocabulary entry, and on nothing else: not on the batch, the row, the step, or on a preemption
+in between (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, is the idea; the
+mixer is MurmurHash3's finaliser).
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ _MASK64 = (1 << 64) - 1
 class SamplingParams:
     """How one request is sampled and when it ends; names as in vLLM.
 
-    `temperature` 0 is greedy. `seed` None takes the engine's seed and the order of arrival. `logprobs` 0 returns
-    the log-probability of every chosen token (float, natural log, before temperature); None returns none.
+    `temperature` 0 is greedy. `seed` None takes the engine's seed and the order of arrival.
+    `logprobs` 0 returns the log-probability of every chosen token (float, natural log, before
+    temperature); None returns none.
     """
 
     max_tokens: int = 16
@@ -94,8 +97,8 @@ def _fmix32(x: Tensor) -> Tensor:
 def gumbel_scores(logits_RV: Tensor, temperature_R: Tensor, keys_R2: Tensor) -> Tensor:
     """logits / temperature + Gumbel noise, float32 [R, V]; plain logits where the temperature is 0.
 
-    The noise is -log(E) with E = -log(1 - u) and u = (h + 1/2) / 2^32, which keeps 32 bits near u = 0, the end
-    that wins: a 24-bit uniform would never draw the tail.
+    The noise is -log(E) with E = -log(1 - u) and u = (h + 1/2) / 2^32, which keeps 32 bits near u =
+    0, the end that wins: a 24-bit uniform would never draw the tail.
     """
     vocab = torch.arange(logits_RV.shape[1], device=logits_RV.device, dtype=torch.int32)
     h = _fmix32(vocab * _signed(0x9E3779B1) + keys_R2[:, :1])

@@ -1,7 +1,8 @@
-"""Budget, admission, preemption: who is in the next step. Policy comes from the sched plugin, room from kv.
+"""Budget, admission, preemption: who is in the next step. Policy comes from the sched plugin, room
+from kv.
 
-One number per sequence: `num_computed` chases `num_tokens`. A prompt, a chunk of one, what a prefix hit leaves,
-a resumed sequence and a decode are the same case with different distances.
+One number per sequence: `num_computed` chases `num_tokens`. A prompt, a chunk of one, what a prefix
+hit leaves, a resumed sequence and a decode are the same case with different distances.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class StepPlan(NamedTuple):
 class Schedule:
     """Waiting, prefilling and decoding sequences, and the plan of the next step.
 
-    `drain` lands every step in flight; it is called before a sequence is preempted, because a victim's last token
-    may still be on the device (and may have ended it).
+    `drain` lands every step in flight; it is called before a sequence is preempted, because a
+    victim's last token may still be on the device (and may have ended it).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Schedule:
         self.decoding: dict[int, Sequence] = {}
         self._decoding_slots: NDArray[np.int32] | None = None
 
-    # ---------------------------------------------------------------------------------------------- the queue
+    # -------- the queue
 
     @property
     def num_waiting(self) -> int:
@@ -100,10 +101,11 @@ class Schedule:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    # ----------------------------------------------------------------------------------------------- the plan
+    # -------- the plan
 
     def plan(self) -> StepPlan | None:
-        """The next step, its room reserved and its numbers advanced; None where nothing can run now."""
+        """The next step, its room reserved and its numbers advanced; None where nothing can run
+        now."""
         preempted = self._make_room_for_decodes()
         slots = self._slots_of_decodes()
         num_decodes = len(slots)
@@ -122,11 +124,12 @@ class Schedule:
         return self._decoding_slots
 
     def _make_room_for_decodes(self) -> bool:
-        """Room for one more token of every decoding sequence; True if someone had to give way for it."""
+        """Room for one more token of every decoding sequence; True if someone had to give way for
+        it."""
         preempted = False
         while (seq := self._first_without_room()) is not None:
             if self._drain():
-                continue  # landing what was in flight may have ended sequences, and freed their room
+                continue  # what landed may have ended sequences, and freed their room
             others = [*self.prefilling, *(s for s in self.decoding.values() if s is not seq)]
             for other in others:
                 self._slots.sync(other)
@@ -159,7 +162,8 @@ class Schedule:
         self.enqueue(seq)
 
     def _prefill_rows(self, budget: int, admit: bool) -> tuple[list[int], list[int]]:
-        """Slots and chunk lengths of the sequences with prompt work, by policy, within `budget` tokens."""
+        """Slots and chunk lengths of the sequences with prompt work, by policy, within `budget`
+        tokens."""
         clock = self._clock()
         partials = sorted(
             ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
@@ -190,7 +194,8 @@ class Schedule:
     def _admit(self, seq: Sequence) -> bool:
         """Slot and room for the whole of `seq`'s known tokens, or nothing.
 
-        The whole, not the first chunk: a sequence admitted on less would be preempted in its own prefill.
+        The whole, not the first chunk: a sequence admitted on less would be preempted in its own
+        prefill.
         """
         if not self._slots.num_free:
             return False
@@ -211,7 +216,8 @@ class Schedule:
     def _commit(
         self, slots: NDArray[np.int32], query_lens: NDArray[np.int32], num_decodes: int
     ) -> StepPlan:
-        """Advance the numbers of every row as if the step had run; publish prompt blocks it will write."""
+        """Advance the numbers of every row as if the step had run; publish prompt blocks it will
+        write."""
         s = self._slots
         starts = s.num_computed[slots]
         s.num_computed[slots] = starts + query_lens
@@ -224,7 +230,8 @@ class Schedule:
         return StepPlan(slots, starts, query_lens, samples, num_decodes)
 
     def _publish(self, slots: NDArray[np.int32]) -> None:
-        """Share what is both known and written: prompt blocks at launch, generated ones at harvest."""
+        """Share what is both known and written: prompt blocks at launch, generated ones at
+        harvest."""
         if not len(slots):
             return
         s = self._slots
@@ -240,7 +247,8 @@ class Schedule:
     def _regroup(
         self, slots: NDArray[np.int32], samples: NDArray[np.bool_], num_decodes: int
     ) -> None:
-        """Prefills that are through decode from now on; who samples its last token asks for no more."""
+        """Prefills that are through decode from now on; who samples its last token asks for no
+        more."""
         s = self._slots
         for slot in slots[num_decodes:][samples[num_decodes:]].tolist():
             seq = s.owner[slot]

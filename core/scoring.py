@@ -50,7 +50,8 @@ def score(
     )
     if not parts.slots.num_free or parts.kv.acquire(seq, n) is None:
         raise UserError(
-            f"there is no room to score {n} tokens beside the running requests: let them finish first"
+            f"there is no room to score {n} tokens beside the running requests: "
+            "let them finish first"
         )
     slot = parts.slots.take(seq, 0, ())
     parts.kv.on_slot(seq, slot)

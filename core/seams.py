@@ -1,12 +1,13 @@
-"""The four seams. Each is one Protocol whose methods are pluggy hook specifications at the same time.
+"""The four seams. Each is one Protocol whose methods are pluggy hook specifications at the same
+time.
 
-pluggy checks names and arguments when an offer is composed; after that the engine holds plain bound methods,
-because a hook call costs about 2 µs and a method about 0.1 µs. A step makes no hook call.
+pluggy checks names and arguments when an offer is composed; after that the engine holds plain bound
+methods, because a hook call costs about 2 µs and a method about 0.1 µs. A step makes no hook call.
 
-An *offer* is a class. Its facts are class attributes, read by vetoes, by `--show` and by the conformance suites;
-a fact claimed and not held is a failure. Its options are a nested `Config(OfferConfig)`; it is constructed as
-`Offer(config)`. Importing the module of an offer must import neither torch nor triton. Methods marked `optional`
-may be missing.
+An *offer* is a class. Its facts are class attributes, read by vetoes, by `--show` and by the
+conformance suites; a fact claimed and not held is a failure. Its options are a nested
+`Config(OfferConfig)`; it is constructed as `Offer(config)`. Importing the module of an offer must
+import neither torch nor triton. Methods marked `optional` may be missing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from core.batch import Batch, BatchShape, HostBatch, Limits, Sequence
     from core.config import OfferConfig
     from core.facts import ModelFacts
-    from core.model import Site
     from core.weights import LayerWeights
 
 PROJECT = "outweigh"
@@ -46,7 +46,7 @@ def optional(function: _F) -> _F:
     return _marker(function, firstresult=True)
 
 
-# --------------------------------------------------------------------------------------------------------- kv
+# -------- kv
 
 
 class Capacity(NamedTuple):
@@ -68,10 +68,11 @@ class Usage(NamedTuple):
 class KVSink:
     """Where a fused span may write a layer's keys and values itself.
 
-    kind "blocks": `k` and `v` are [N, K, B, D]; token t goes to block `slot_map[t] // B`, offset `slot_map[t] % B`.
-    `slot_map` is int32 [T], filled by `begin_step`, and names the trash block for padding. `fresh` is a pair of
-    [max_num_batched_tokens, K, D] scratch tensors which receive this step's keys and values too, as attention must
-    see them, or None. A span that does not know a kind leaves it to the plain nodes.
+    kind "blocks": `k` and `v` are [N, K, B, D]; token t goes to block `slot_map[t] // B`, offset
+    `slot_map[t] % B`. `slot_map` is int32 [T], filled by `begin_step`, and names the trash block
+    for padding. `fresh` is a pair of [max_num_batched_tokens, K, D] scratch tensors which receive
+    this step's keys and values too, as attention must see them, or None. A span that does not know
+    a kind leaves it to the plain nodes.
     """
 
     kind: str
@@ -85,8 +86,8 @@ class KVSink:
 class KVManager(Protocol):
     """Where keys and values live, and the attention that reads them.
 
-    Read semantics on every path: a query at position p sees the keys at 0..p as they are stored after p.
-    Offers that see less (evictors) declare it.
+    Read semantics on every path: a query at position p sees the keys at 0..p as they are stored
+    after p. Offers that see less (evictors) declare it.
     """
 
     api: ClassVar[int]
@@ -113,27 +114,31 @@ class KVManager(Protocol):
 
     @spec
     def ever_fits(self, num_tokens: int) -> str | None:
-        """None if an empty pool holds a sequence of `num_tokens`, else the refusal as a sentence with numbers."""
+        """None if an empty pool holds a sequence of `num_tokens`, else the refusal as a sentence
+        with numbers."""
         raise NotImplementedError
 
     @spec
     def acquire(self, seq: Sequence, upto: int) -> int | None:
         """Room for the first `upto` tokens of `seq`, in one atomic step.
 
-        The first call for a sequence may find shared blocks (compared by tokens, at most seq.num_known - 1 of
-        them, only if seq.share_prefix) and pins them. Returns the number of tokens already cached (0 on later
-        calls), or None with nothing changed where there is no room.
+        The first call for a sequence may find shared blocks (compared by tokens, at most
+        seq.num_known - 1 of them, only if seq.share_prefix) and pins them. Returns the number of
+        tokens already cached (0 on later calls), or None with nothing changed where there is no
+        room.
         """
         raise NotImplementedError
 
     @spec
     def on_slot(self, seq: Sequence, slot: int | None) -> None:
-        """`seq` now runs in `slot` (called after its first acquire), or gives its slot back (None)."""
+        """`seq` now runs in `slot` (called after its first acquire), or gives its slot back
+        (None)."""
         raise NotImplementedError
 
     @spec
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of `seq` are known and their keys are written or in flight: share them."""
+        """The first `num_tokens` tokens of `seq` are known and their keys are written or in flight:
+        share them."""
         raise NotImplementedError
 
     @spec
@@ -169,12 +174,14 @@ class KVManager(Protocol):
     def bind(
         self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device
     ) -> None:
-        """Allocate everything, once, in facts.dtype. Pointers stay valid until the engine closes."""
+        """Allocate everything, once, in facts.dtype. Pointers stay valid until the engine
+        closes."""
         raise NotImplementedError
 
     @spec
     def metadata(self, limits: Limits) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Per-step host arrays that travel with the core's own copy: name -> (shape, numpy dtype name)."""
+        """Per-step host arrays that travel with the core's own copy: name -> (shape, numpy dtype
+        name)."""
         raise NotImplementedError
 
     @spec
@@ -197,12 +204,14 @@ class KVManager(Protocol):
 
     @spec
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """Attention of q [T, H, D] (after RoPE, unscaled) over what is stored, this step included: [T, H * D]."""
+        """Attention of q [T, H, D] (after RoPE, unscaled) over what is stored, this step included:
+        [T, H * D]."""
         raise NotImplementedError
 
     @spec
     def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
-        """True values stored for positions lo..hi-1 of a slot: k [n, K, D], v [n, K, D], positions [n]."""
+        """True values stored for positions lo..hi-1 of a slot: k [n, K, D], v [n, K, D], positions
+        [n]."""
         raise NotImplementedError
 
     @spec
@@ -211,17 +220,18 @@ class KVManager(Protocol):
         raise NotImplementedError
 
 
-# ----------------------------------------------------------------------------------------------------- fusion
+# -------- fusion
 
 
 @dataclass(frozen=True)
 class Span:
     """A run of consecutive nodes computed by one function.
 
-    `when(num_tokens, facts, sink)` tells whether it applies to a token bucket. `run(sites, batch, *values)` gets
-    one Site a node (they differ where the span crosses the edge of a layer) and the values that it reads, in the
-    order of `core.model.VALUES`; it returns those it leaves live, in the same order, as a tuple. It may write a
-    value that it reads in place. Of two spans that want the same node the higher `priority` wins, then the longer.
+    `when(num_tokens, facts, sink)` tells whether it applies to a token bucket. `run(sites, batch,
+    *values)` gets one Site a node (they differ where the span crosses the edge of a layer) and the
+    values that it reads, in the order of `core.model.VALUES`; it returns those it leaves live, in
+    the same order, as a tuple. It may write a value that it reads in place. Of two spans that want
+    the same node the higher `priority` wins, then the longer.
     """
 
     name: str
@@ -244,11 +254,12 @@ class FusionSet(Protocol):
         raise NotImplementedError
 
 
-# ----------------------------------------------------------------------------------------------------- graphs
+# -------- graphs
 
 
 class GraphStrategy(Protocol):
-    """Which shapes are captured once and replayed. Policy only: the core captures, pads and replays."""
+    """Which shapes are captured once and replayed. Policy only: the core captures, pads and
+    replays."""
 
     api: ClassVar[int]
     captures: ClassVar[bool]  # False: never captures, runs on any device
@@ -263,15 +274,17 @@ class GraphStrategy(Protocol):
     def select(
         self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
     ) -> BatchShape | None:
-        """The captured shape that a step is padded to, or None: the step runs eagerly, and is counted."""
+        """The captured shape that a step is padded to, or None: the step runs eagerly, and is
+        counted."""
         raise NotImplementedError
 
 
-# ------------------------------------------------------------------------------------------------------ sched
+# -------- sched
 
 
 class Scheduler(Protocol):
-    """Who runs next, how much of it, who gives way. Admission, budget and liveness belong to the core."""
+    """Who runs next, how much of it, who gives way. Admission, budget and liveness belong to the
+    core."""
 
     api: ClassVar[int]
     rekey: ClassVar[Literal["never", "step"]]  # "never": keys are static and live in a heap

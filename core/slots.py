@@ -1,4 +1,5 @@
-"""Struct of arrays for running sequences: one row a slot, so that a step costs a few numpy calls, not a loop."""
+"""Struct of arrays for running sequences: one row a slot, so that a step costs a few numpy calls,
+not a loop."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ NO_TOKEN = (
 class Slots:
     """The numbers of every running sequence, indexed by slot; the last row is the trash slot.
 
-    `epoch` counts the owners of a slot: a step in flight remembers it, so that a reused slot never receives the
-    previous owner's token.
+    `epoch` counts the owners of a slot: a step in flight remembers it, so that a reused slot never
+    receives the previous owner's token.
     """
 
     def __init__(self, limits: Limits) -> None:

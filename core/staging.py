@@ -1,8 +1,10 @@
-"""The metadata of a step: one packed host buffer, one copy to the device, static views on both sides.
+"""The metadata of a step: one packed host buffer, one copy to the device, static views on both
+sides.
 
-Graphs bake addresses, so every per-step input lives at a fixed offset of one device buffer. On CUDA the host side
-is a ring of pinned buffers: a buffer is written again only after the event of its last copy (two plans in flight
-that share one pinned buffer is a known way to read the wrong batch). On the CPU host and device are one memory.
+Graphs bake addresses, so every per-step input lives at a fixed offset of one device buffer. On CUDA
+the host side is a ring of pinned buffers: a buffer is written again only after the event of its
+last copy (two plans in flight that share one pinned buffer is a known way to read the wrong batch).
+On the CPU host and device are one memory.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ NEW_TOKENS = 12
 
 
 def prompts() -> list[list[int]]:
-    """Lengths around blocks and chunks; a shared prefix of 40 tokens, a prompt twice, a prompt of one token."""
+    """Lengths around blocks and chunks; a shared prefix of 40 tokens, a prompt twice, a prompt of
+    one token."""
     rng = np.random.default_rng(5)
     shared = rng.integers(3, 290, 40).tolist()
     alone = [rng.integers(3, 290, n).tolist() for n in (1, 15, 16, 17, 70)]
@@ -77,7 +78,8 @@ def test_logits_within_1e_4_of_transformers(checkpoints, kind, kv, chunk):
 @pytest.mark.parametrize("num_blocks", [200, 30, 12, 8])
 @pytest.mark.parametrize("sharing", [False, True])
 def test_scarcity_changes_no_token(checkpoints, num_blocks, overlap, sharing):
-    """From a pool that holds everything to one block more than the longest request: preempted, resumed, equal."""
+    """From a pool that holds everything to one block more than the longest request: preempted,
+    resumed, equal."""
     path, expected = checkpoints["qwen3"]
     settings = {"kv.num_blocks": num_blocks + 1, "kv.block_size": 16}
     with tiny_engine(
@@ -101,7 +103,8 @@ def test_scarcity_really_preempts(checkpoints):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stop_at", range(NEW_TOKENS))
 def test_a_stop_token_ends_at_every_offset(checkpoints, overlap, stop_at):
-    """EOS landing on any step, with neighbours that go on and a request that takes over the slot."""
+    """EOS landing on any step, with neighbours that go on and a request that takes over the
+    slot."""
     path, expected = checkpoints["qwen3"]
     wanted = expected[0]
     stop = wanted[stop_at]

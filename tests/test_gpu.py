@@ -57,8 +57,7 @@ def test_replay_equals_eager_at_the_same_padded_shape_bit_for_bit(checkpoint, gr
                 graph()
                 captured = batch.logits[live]
                 batch.logits.fill_(float("nan"))
-                executor._kv.begin_step(batch)
-                executor._run_model(batch)
+                executor._run_step(batch)
                 compared.append((shape, torch.equal(captured, batch.logits[live])))
 
             return run
@@ -144,7 +143,8 @@ def test_memory_comes_back_on_close(checkpoint):
 
 
 def test_the_budget_is_what_is_left(checkpoint):
-    """kv_cache_bytes=None: what weights, activations and graphs leave of the share that may be used."""
+    """kv_cache_bytes=None: what weights, activations and graphs leave of the share that may be
+    used."""
     free, total = torch.cuda.mem_get_info()
     with engine(checkpoint, kv_cache_bytes=None, gpu_memory_utilization=0.3) as e:
         now_free, _ = torch.cuda.mem_get_info()

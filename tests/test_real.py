@@ -1,4 +1,5 @@
-"""Real checkpoints against transformers: `pytest -m real --models DIR`, DIR holding Hugging Face directories."""
+"""Real checkpoints against transformers: `pytest -m real --models DIR`, DIR holding Hugging Face
+directories."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""How long one prefill and one decode step take, through the public Engine API, beside their physical floor.
+"""How long one prefill and one decode step take, through the public Engine API, beside their
+physical floor.
 
     python -m evals.speed.steps --model random:qwen3-0.6b --json steps.json
 
-A prefill is timed from `add_request` to its token on the host. A decode step is the time between two harvests of
-a full batch whose context passes through `--context`. Prompts are distinct random ids and prefix sharing is off.
-Floors: bytes that must be read over `--bandwidth`, floating-point operations over `--flops`, the larger of the two.
+A prefill is timed from `add_request` to its token on the host. A decode step is the time between
+two harvests of a full batch whose context passes through `--context`. Prompts are distinct random
+ids and prefix sharing is off. Floors: bytes that must be read over `--bandwidth`, floating-point
+operations over `--flops`, the larger of the two.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def weight_bytes(facts: ModelFacts) -> int:
-    """Bytes of the weights that a step reads: every block and the head (embeddings are looked up)."""
+    """Bytes of the weights that a step reads: every block and the head (embeddings are looked
+    up)."""
     return int(_weight_count(facts) * facts.dtype.itemsize)
 
 
@@ -43,7 +46,8 @@ def decode_floor_ms(facts: ModelFacts, batch: int, context: int, bandwidth: floa
 
 
 def prefill_floor_ms(facts: ModelFacts, num_tokens: int, bandwidth: float, flops: float) -> float:
-    """The larger of reading the weights and of computing blocks (all tokens), head (one) and causal attention."""
+    """The larger of reading the weights and of computing blocks (all tokens), head (one) and causal
+    attention."""
     head = facts.vocab_size * facts.hidden_size
     linear = 2 * num_tokens * (_weight_count(facts) - head) + 2 * head
     attention = 2 * num_tokens**2 * facts.qkv_sizes[0] * facts.num_layers

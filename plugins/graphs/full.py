@@ -1,7 +1,7 @@
 """Capture everything: decode steps, lone fresh prompts and mixed steps, attention inside the graph.
 
-What a lone short prompt waits for in an eager engine is the host: some 15 ms of launches for 1 to 3 ms of kernels
-(Qwen3-0.6B on an H200). Replaying prefill as well removes them.
+What a lone short prompt waits for in an eager engine is the host: some 15 ms of launches for 1 to 3
+ms of kernels (Qwen3-0.6B on an H200). Replaying prefill as well removes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class FullGraphs:
         self._limits = limits
         self._rows = rungs(limits.max_num_seqs, self.config.fine)
         self._fresh = tuple(n for n in rungs(top, self.config.fine_tokens) if n > 1)
-        # A mixed step carries max_num_seqs rows whatever it holds, so short rungs would save nothing.
+        # A mixed step carries max_num_seqs rows whatever it holds, so short rungs would save
+        # nothing.
         mixed = rungs(top, 4 * self.config.fine_tokens) if self.config.mixed else ()
         self._mixed = tuple(n for n in mixed if n >= min(top, _FEWEST_MIXED_TOKENS))
         return [

@@ -1,7 +1,7 @@
 """Ladders of sizes to capture: fine where steps are short, and always ending exactly at the limit.
 
-A ladder that stops below the largest batch is a known bug (a batch of 17 under a ladder that ends at 16): the last
-rung is the limit itself, whatever the spacing says.
+A ladder that stops below the largest batch is a known bug (a batch of 17 under a ladder that ends
+at 16): the last rung is the limit itself, whatever the spacing says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from bisect import bisect_left
 
 
 def rungs(limit: int, fine: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of `fine` that coarsen in proportion (at most a quarter of padding), then `limit`."""
+    """1, 2, 4, then multiples of `fine` that coarsen in proportion (at most a quarter of padding),
+    then `limit`."""
     sizes = [size for size in (1, 2, 4) if size < limit]
     size, step = fine, fine
     while size < limit:

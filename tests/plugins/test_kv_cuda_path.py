@@ -87,6 +87,6 @@ class TestTheRoute:
 
     def test_trace(self):
         kv = _route(Paged)(Paged.Config(block_size=5))
-        rig = Rig(kv, num_tokens=80, limits=Limits(40, 3, 32))
-        counts = PageOracle(rig, seed=2, num_requests=5, max_total=36).run()
-        assert counts.num_finished == 5 and counts.num_mixed_steps and counts.num_cached_tokens
+        rig = Rig(kv, num_tokens=48, limits=Limits(24, 3, 24))
+        counts = PageOracle(rig, seed=4, num_requests=4, max_total=24).run()
+        assert counts.num_finished == 4 and counts.num_mixed_steps and counts.num_cached_tokens
