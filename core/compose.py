@@ -58,7 +58,7 @@ class Parts:
         usage = self.kv.usage()
         on_cuda = self.device.type == "cuda"
         return {
-            **self.plan.dump(),
+            **self.plan.dump(self.config),
             "limits": vars(self.limits),
             "kv_cache_bytes": self.kv_cache_bytes,
             "kv_cache_tokens": usage.num_tokens,
@@ -133,8 +133,11 @@ def _assemble(
     )
     if offers.graphs.captures:
         executor.capture(progress)
+    resolved = config.model_copy(
+        update={"max_model_len": limits.max_model_len, "kv_cache_bytes": budget}
+    )
     return Parts(
-        config=config,
+        config=resolved,
         plan=plan,
         registry=registry,
         facts=facts,
@@ -196,7 +199,7 @@ def _final_limits(
     if room.num_seqs < 1 or room.num_tokens < 2:
         raise UserError(
             f"{budget / 2**30:.3f} GiB of KV cache do not hold one sequence of kv '{name}' "
-            f"at max_model_len {limits.max_model_len}: raise --kv-cache-bytes, or lower --max-model-len"
+            f"at max_model_len {limits.max_model_len}: raise --kv-cache-bytes or lower it"
         )
     longest = limits.max_model_len
     if config.max_model_len is None:

@@ -175,7 +175,7 @@ class Engine:
         if num_prompt >= longest:
             raise UserError(
                 f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must "
-                "hold the prompt and at least one new token: shorten the prompt or raise --max-model-len"
+                "hold it and at least one new token: shorten it or raise --max-model-len"
             )
         refusal = self._kv.ever_fits(total)
         if refusal:
@@ -283,8 +283,8 @@ class Engine:
                 self._requests[head.request_id],
                 "error",
                 f"request {head.request_id!r} needs room for {head.num_tokens} tokens and "
-                f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free with "
-                "nothing running: raise --kv-cache-bytes",
+                f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free "
+                "with nothing running: raise --kv-cache-bytes",
             )
 
     def _take_slot(self, seq: Sequence) -> int:
