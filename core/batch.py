@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.sampling import SamplingParams
+    from core.seams import Saved
 
     Int32 = NDArray[np.int32]
 
@@ -68,7 +69,8 @@ class Sequence:
     prompt). `num_tokens` counts tokens known or in flight, `num_computed` those whose keys and
     values are written or in flight: the first chases the second. Numbers of a sequence that has a
     slot live in the engine's slot arrays too, and the engine keeps both equal at the boundaries
-    where a plugin is called.
+    where a plugin is called. `metadata` carries what the caller attached, and "priority" (lower is
+    more urgent); `saved` is what a preempted sequence has in host memory.
     """
 
     request_id: str
@@ -86,6 +88,8 @@ class Sequence:
     share_prefix: bool = True
     metadata: dict[str, Any] = field(default_factory=dict)
     num_preemptions: int = 0
+    num_bypassed: int = 0
+    saved: Saved | None = None
     first_scheduled: float | None = None
     token_times: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     logprobs: list[float] = field(default_factory=list)

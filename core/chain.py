@@ -95,8 +95,8 @@ def _interface(run: Seq[Node], rest: Seq[Node]) -> tuple[tuple[str, ...], tuple[
         pending -= set(node.reads) | set(node.writes)
         if not pending:
             break
-    # The last operation of a chain has no reader: what it writes is the result.
-    live |= pending if not rest else set()
+    if not rest:  # what the last node of a chain writes has no reader: it is the result
+        live |= pending & set(run[-1].writes)
     return _ordered(reads), _ordered(live)
 
 

@@ -74,6 +74,15 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
     plan = resolve(RunConfig.of(**fields), registry)
     config = plan.config
     offers = plan.build()
+    if config.chunk_size and not config.enable_chunked_prefill:
+        raise UserError(
+            f"chunk_size is {config.chunk_size} and chunked prefill is off: drop one of the two"
+        )
+    if config.preemption == "swap" and not hasattr(offers.kv, "save"):
+        raise UserError(
+            f"kv '{plan.kv.name}' cannot save to the host: choose --preemption recompute, "
+            "or another kv"
+        )
     device = torch.device(config.device or "cpu")
     try:
         model = load_model(

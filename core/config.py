@@ -78,6 +78,15 @@ class RunConfig(BaseModel):
     chunk_size: Count | None = Field(
         None, description="most prompt tokens of a sequence in a step; auto: what the step has left"
     )
+    enable_chunked_prefill: bool = Field(
+        True, description="spread long prompts over steps; off: a prompt is computed in one step"
+    )
+    max_bypass: int = Field(
+        0, ge=0, description="sequences that may start before one that has no room yet"
+    )
+    preemption: Literal["recompute", "swap"] = Field(
+        "recompute", description="a preempted sequence's keys: dropped, or kept on the host"
+    )
     kv_cache_bytes: Annotated[Count | None, BeforeValidator(byte_count)] = Field(
         None, description="bytes of the KV cache (2GiB); auto: what gpu_memory_utilization leaves"
     )

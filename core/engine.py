@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,6 +113,9 @@ class Engine:
             parts.slots,
             self.counters,
             chunk_size=parts.config.chunk_size,
+            chunked=parts.config.enable_chunked_prefill,
+            max_bypass=parts.config.max_bypass,
+            swap=parts.config.preemption == "swap",
             clock=self._clock,
             drain=self._drain,
             admit=self._take_slot,
@@ -122,10 +125,19 @@ class Engine:
     # -------- requests
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue a request, given as text or as token ids; refuses what can never run, with the
-        numbers."""
+        numbers.
+
+        Schedulers see `priority` (lower is more urgent) and `metadata` in `Sequence.metadata`.
+        """
         self._check_open()
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
@@ -147,6 +159,7 @@ class Engine:
             num_known=len(ids),
             num_tokens=len(ids),
             token_times=np.zeros(len(ids)),
+            metadata={**(metadata or {}), "priority": priority},
         )
         self._num_added += 1
         self._requests[request_id] = _Request(
@@ -176,6 +189,12 @@ class Engine:
             raise UserError(
                 f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must "
                 "hold it and at least one new token: shorten it or raise --max-model-len"
+            )
+        step = self.limits.max_num_batched_tokens
+        if not self.config.enable_chunked_prefill and num_prompt > step:
+            raise UserError(
+                f"the prompt has {num_prompt} tokens, a step holds {step} and chunked prefill is "
+                "off: raise --max-num-batched-tokens or turn --enable-chunked-prefill on"
             )
         refusal = self._kv.ever_fits(total)
         if refusal:

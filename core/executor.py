@@ -81,6 +81,12 @@ class Executor:
         self._staging = Staging(
             {**core_sections(limits), **self._kv_arrays}, device, num_in_flight + 1
         )
+        trash = limits.trash_slot
+        self._token_padding = np.array([[0], [0], [trash]], np.int32)
+        self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)
+        self._count = np.arange(
+            max(limits.max_model_len, limits.max_num_batched_tokens), dtype=np.int32
+        )
         self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._logits = torch.zeros(
             limits.max_num_seqs, facts.vocab_size, dtype=facts.dtype, device=device
@@ -146,18 +152,27 @@ class Executor:
 
     def _stage(self, plan: StepPlan) -> tuple[Batch, int]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them."""
-        step = _host_batch(plan)
+        num_rows = len(plan.slots)
+        lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
+        num_tokens = num_rows if lone_tokens else int(plan.query_lens.sum())
+        max_query = 1 if lone_tokens else int(plan.query_lens.max())
+        seq_lens = plan.starts + plan.query_lens
+        fresh = num_rows == 1 and not lone_tokens and not plan.starts[0]
+        wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), fresh)
         num_samples = int(np.count_nonzero(plan.samples))
-        max_query = int(plan.query_lens.max())
-        fresh = step.num_seqs == 1 and max_query > 1 and not plan.starts[0]
-        wanted = (step.num_tokens, step.num_seqs, max_query, int(step.seq_lens.max()), fresh)
-        batch = self._captured(BatchShape(*wanted)) if self._pool else None
+        batch = self._captured(wanted) if self._pool else None
         if batch is None:
-            batch = self._view(BatchShape(*wanted), num_samples)
-        step = batch.host = step._replace(shape=batch.shape)
-        batch.all_greedy = not self._slots.temperature[plan.slots].any()
+            batch = self._view(wanted, num_samples)
         host = self._staging.host()
-        self._fill(host, plan, step, batch.all_greedy)
+        tokens, query_start = self._fill_tokens(host, plan, num_tokens, batch.shape)
+        # One token a row: all of it is decoding, whoever they are.
+        num_decodes = num_rows if lone_tokens else plan.num_decodes
+        step = batch.host = HostBatch(
+            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
+            tokens[1], tokens[2], batch.shape,
+        )  # fmt: skip
+        batch.all_greedy = not self._slots.temperature[plan.slots].any()
+        self._fill_rows(host, plan, step, batch.all_greedy)
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
             self._counters.num_extra_plans += 1
             self._staging.send()
@@ -167,6 +182,59 @@ class Executor:
                 array[...] = previous[name]
         self._staging.send()
         return batch, num_samples
+
+    def _fill_tokens(
+        self, host: Mapping[str, NDArray[Any]], plan: StepPlan, num_tokens: int, shape: BatchShape
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Token ids, positions and slots [3, T], and the start of every row [R + 1]; views of
+        `host`."""
+        s, num_rows = self._slots, len(plan.slots)
+        starts = host["query_start"]
+        starts[0] = 0
+        np.cumsum(plan.query_lens, out=starts[1 : num_rows + 1])
+        starts[num_rows + 1 : shape.num_seqs + 1] = num_tokens
+        tokens = host["tokens"]
+        live = tokens[:, :num_tokens]
+        if num_rows == 1:
+            slot, first = int(plan.slots[0]), int(plan.starts[0])
+            live[0] = s.tokens[slot, first : first + num_tokens]
+            live[1] = self._count[first : first + num_tokens]
+            live[2] = slot
+            live[0, max(0, int(s.num_known[slot]) - first) :] = NO_TOKEN
+        else:
+            if num_tokens == num_rows:
+                live[1], live[2] = plan.starts, plan.slots
+            else:
+                lens = plan.query_lens
+                offsets = np.repeat(plan.starts - starts[:num_rows], lens)
+                np.add(self._count[:num_tokens], offsets, out=live[1])
+                live[2] = np.repeat(plan.slots, lens)
+            live[0] = s.tokens[live[2], live[1]]
+            live[0, live[1] >= s.num_known[live[2]]] = NO_TOKEN
+        tokens[:, num_tokens : shape.num_tokens] = self._token_padding
+        return live, starts[: num_rows + 1]
+
+    def _fill_rows(
+        self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch, all_greedy: bool
+    ) -> None:
+        s, shape, num_rows = self._slots, step.shape, step.num_seqs
+        assert shape is not None
+        host["num_decodes"][0] = step.num_decodes
+        rows = host["rows"]
+        rows[0, :num_rows], rows[1, :num_rows] = step.slots, step.seq_lens
+        rows[:, num_rows : shape.num_seqs] = self._row_padding
+        samples = plan.samples
+        sampling, ends = plan.slots, step.query_start[1:]
+        if not samples.all():
+            sampling, ends = sampling[samples], ends[samples]
+        n = len(sampling)
+        rows[2, :n], rows[3, :n] = ends - 1, sampling
+        rows[2:, n:num_rows] = self._row_padding[2:]
+        host["temperature"][:n] = s.temperature[sampling]
+        host["temperature"][n : shape.num_seqs] = 0
+        if not all_greedy:  # a row of temperature 0 reads no key
+            keys = sample_keys(s.seed_state[sampling], step.seq_lens[samples])
+            host["sample_keys"][:n] = keys
 
     def _captured(self, wanted: BatchShape) -> Batch | None:
         """The batch of the captured shape that a step is padded to; None where it is to run
@@ -182,44 +250,20 @@ class Executor:
             )
         return self._shapes[shape]
 
-    def _fill(
-        self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch, all_greedy: bool
-    ) -> None:
-        s, trash = self._slots, self.limits.trash_slot
-        assert step.shape is not None
-        T, padded_T, padded_R = step.num_tokens, step.shape.num_tokens, step.shape.num_seqs
-        host["num_decodes"][0] = step.num_decodes
-        _pad(host["slots"], step.slots, padded_R, trash)
-        _pad(host["query_start"], step.query_start, padded_R + 1, T)
-        _pad(host["seq_lens"], step.seq_lens, padded_R, 0)
-        _pad(host["positions"], step.positions, padded_T, 0)
-        _pad(host["token_slots"], step.token_slots, padded_T, trash)
-        ids = s.tokens[step.token_slots, step.positions]
-        ids[step.positions >= s.num_known[step.token_slots]] = NO_TOKEN
-        _pad(host["token_ids"], ids, padded_T, 0)
-        sampling = plan.slots[plan.samples]
-        _pad(host["logit_rows"], step.query_start[1:][plan.samples] - 1, padded_R, 0)
-        _pad(host["sample_slots"], sampling, padded_R, trash)
-        _pad(host["temperature"], s.temperature[sampling], padded_R, 0)
-        if all_greedy:
-            return  # a row of temperature 0 reads no key
-        keys = sample_keys(s.seed_state[sampling], step.seq_lens[plan.samples])
-        _pad(host["sample_keys"], keys, padded_R, 0)
-
     def _view(self, shape: BatchShape, num_logits: int) -> Batch:
         T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         d = self._staging.device
         return Batch(
             shape=shape,
-            token_ids=d["token_ids"][:T],
-            positions=d["positions"][:T],
-            token_slots=d["token_slots"][:T],
-            slots=d["slots"][:R],
+            token_ids=d["tokens"][0, :T],
+            positions=d["tokens"][1, :T],
+            token_slots=d["tokens"][2, :T],
+            slots=d["rows"][0, :R],
             query_start=d["query_start"][: R + 1],
-            seq_lens=d["seq_lens"][:R],
+            seq_lens=d["rows"][1, :R],
             num_decodes=d["num_decodes"],
-            logit_rows=d["logit_rows"][:L],
-            sample_slots=d["sample_slots"][:L],
+            logit_rows=d["rows"][2, :L],
+            sample_slots=d["rows"][3, :L],
             temperature=d["temperature"][:L],
             sample_keys=d["sample_keys"][:L],
             kv={name: d[name] for name in self._kv_arrays},
@@ -251,8 +295,9 @@ class Executor:
         nothing = np.zeros(0, np.int32)
         step = HostBatch(0, 0, 0, nothing, np.zeros(1, np.int32), nothing, nothing, nothing)
         host = self._staging.host()
-        for name, array in host.items():
-            array[...] = self.limits.trash_slot if name.endswith("slots") else 0
+        for array in host.values():
+            array[...] = 0
+        host["rows"][...], host["tokens"][...] = self._row_padding, self._token_padding
         self._kv.plan(step, {name: host[name] for name in self._kv_arrays})
         self._staging.send()
 
@@ -317,28 +362,3 @@ class _OutputRing:
 
 def _nothing() -> None:
     return None
-
-
-def _pad(out: NDArray[Any], values: NDArray[Any], width: int, fill: int) -> None:
-    n = len(values)
-    out[:n] = values
-    out[n:width] = fill
-
-
-def _host_batch(plan: StepPlan) -> HostBatch:
-    q = plan.query_lens
-    num_rows = len(q)
-    query_start = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(q, out=query_start[1:])
-    num_tokens = int(query_start[-1])
-    if num_tokens == num_rows:  # one token a row: all of it is decoding, whoever they are
-        return HostBatch(
-            num_tokens, num_rows, num_rows, plan.slots, query_start, plan.starts + 1,
-            plan.starts, plan.slots,
-        )  # fmt: skip
-    offsets = np.repeat(plan.starts - query_start[:-1], q)
-    positions = np.arange(num_tokens, dtype=np.int32) + offsets
-    return HostBatch(
-        num_tokens, num_rows, plan.num_decodes, plan.slots, query_start, plan.starts + q,
-        positions, np.repeat(plan.slots, q),
-    )  # fmt: skip

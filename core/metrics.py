@@ -78,10 +78,12 @@ class StepCounters:
     num_steps: int = 0
     num_eager_steps: int = 0
     num_graph_steps: int = 0
+    num_eager_samplers: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_swapped_bytes: int = 0
     num_extra_plans: int = 0
     num_failed_steps: int = 0
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from core.slots import Slots
 
 
+_MAX_ASIDE = 8  # heads without room that one plan looks past
+
+
 class StepPlan(NamedTuple):
     """The rows of a step, decode rows first. All arrays [R]."""
 
@@ -48,6 +51,9 @@ class Schedule:
         counters: StepCounters,
         *,
         chunk_size: int | None,
+        chunked: bool,
+        max_bypass: int,
+        swap: bool,
         clock: Callable[[], float],
         drain: Callable[[], bool],
         admit: Callable[[Sequence], int],
@@ -55,7 +61,10 @@ class Schedule:
         self._limits, self._kv, self._sched, self._slots = limits, kv, sched, slots
         self._counters, self._clock, self._drain, self._take_slot = counters, clock, drain, admit
         self._chunk_size = chunk_size or limits.max_num_batched_tokens
+        self._chunked, self._max_bypass = chunked, max_bypass
         self._may_start = getattr(sched, "may_start", None)
+        self._save = kv.save if swap else None
+        self._restore = getattr(kv, "restore", None)
         self._heap: list[tuple[Any, int, Sequence]] = []
         self._waiting: dict[Sequence, None] = {}  # heap entries of others are stale
         self.prefilling: list[Sequence] = []
@@ -92,11 +101,6 @@ class Schedule:
         return None if entry is None else entry[2]
 
     def _head(self) -> tuple[Any, int, Sequence] | None:
-        if self._sched.rekey == "step":
-            clock = self._clock()
-            return min(
-                ((self._sched.key(s, clock), s.order, s) for s in self._waiting), default=None
-            )
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -107,6 +111,10 @@ class Schedule:
         """The next step, its room reserved and its numbers advanced; None where nothing can run
         now."""
         preempted = self._make_room_for_decodes()
+        if self._sched.rekey == "step":
+            clock = self._clock()
+            self._heap = [(self._sched.key(s, clock), s.order, s) for s in self._waiting]
+            heapq.heapify(self._heap)
         slots = self._slots_of_decodes()
         num_decodes = len(slots)
         rows, lens = self._prefill_rows(
@@ -150,15 +158,21 @@ class Schedule:
         return None
 
     def preempt(self, seq: Sequence) -> None:
-        """Give back the room of `seq`; it waits again, and will compute its tokens anew."""
+        """Give back the room of `seq`; it waits again, with its keys on the host or to be computed
+        anew."""
         self.remove(seq)
+        self._slots.sync(seq)
+        if self._save is not None:
+            seq.saved = self._save(seq, seq.num_computed)
+            self._counters.num_swapped_bytes += seq.saved.num_bytes
+        else:
+            self._counters.num_recomputed_tokens += seq.num_computed
         self._kv.on_slot(seq, None)
         self._kv.release(seq)
         self._slots.give_back(seq)
-        self._counters.num_preemptions += 1
-        self._counters.num_recomputed_tokens += seq.num_computed
-        seq.num_preemptions += 1
         seq.num_computed = 0
+        seq.num_preemptions += 1
+        self._counters.num_preemptions += 1
         self.enqueue(seq)
 
     def _prefill_rows(self, budget: int, admit: bool) -> tuple[list[int], list[int]]:
@@ -168,28 +182,50 @@ class Schedule:
         partials = sorted(
             ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
         )
+        aside: list[tuple[Any, int, Sequence]] = []  # heads without room, which others may pass
         rows: list[int] = []
         lens: list[int] = []
         while budget > 0:
             head = self._head() if admit else None
             if head is not None and (not partials or head[:2] < partials[-1][:2]):
-                if not self._admit(head[2]):
-                    admit = False
-                    continue
                 seq = head[2]
+                if not self._chunked and min(seq.remaining, self._chunk_size) > budget:
+                    admit = False  # it waits for a step that holds it whole
+                    continue
+                if not self._admit(seq):
+                    admit = self._set_aside(head, aside)
+                    continue
+                for _, _, passed in aside:
+                    passed.num_bypassed += 1
+                    admit = admit and passed.num_bypassed < self._max_bypass
             elif partials:
                 seq = partials.pop()[2]
             else:
                 break
-            self._slots.sync(seq)
-            limit = min(budget, self._chunk_size, seq.remaining)
-            length = min(limit, self._sched.chunk(seq, limit))
+            length = self._chunk(seq, budget)
             if length > 0:
                 assert seq.slot is not None
                 rows.append(seq.slot)
                 lens.append(length)
                 budget -= length
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
         return rows, lens
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        self._slots.sync(seq)
+        limit = min(budget, self._chunk_size, seq.remaining)
+        return min(limit, self._sched.chunk(seq, limit)) if self._chunked else limit
+
+    def _set_aside(
+        self, head: tuple[Any, int, Sequence], aside: list[tuple[Any, int, Sequence]]
+    ) -> bool:
+        """Whether others may start before `head`, which has no room: each head is passed a bounded
+        number of times."""
+        if not self._slots.num_free or head[2].num_bypassed >= self._max_bypass:
+            return False
+        aside.append(heapq.heappop(self._heap))
+        return len(aside) < _MAX_ASIDE
 
     def _admit(self, seq: Sequence) -> bool:
         """Slot and room for the whole of `seq`'s known tokens, or nothing.
@@ -207,9 +243,13 @@ class Schedule:
             return False
         if seq.first_scheduled is None:
             seq.first_scheduled, seq.num_cached = self._clock(), cached
-        seq.num_computed = cached
+        saved, seq.saved = seq.saved, None
+        seq.num_computed = cached if saved is None else max(cached, saved.num_tokens)
         del self._waiting[seq]
         self._kv.on_slot(seq, self._take_slot(seq))
+        if saved is not None and self._restore is not None:
+            self._restore(seq, saved, cached)
+            self._counters.num_swapped_bytes += saved.num_bytes
         self.prefilling.append(seq)
         return True
 
@@ -219,10 +259,10 @@ class Schedule:
         """Advance the numbers of every row as if the step had run; publish prompt blocks it will
         write."""
         s = self._slots
-        starts = s.num_computed[slots]
-        s.num_computed[slots] = starts + query_lens
-        samples = s.num_computed[slots] == s.num_tokens[slots]
-        s.num_tokens[slots] += samples
+        starts, num_tokens = s.num_computed[slots], s.num_tokens[slots]
+        ends = starts + query_lens
+        samples = ends == num_tokens
+        s.num_computed[slots], s.num_tokens[slots] = ends, num_tokens + samples
         self._publish(slots[num_decodes:])
         self._regroup(slots, samples, num_decodes)
         self._counters.num_decode_tokens += num_decodes

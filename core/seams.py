@@ -64,6 +64,14 @@ class Usage(NamedTuple):
     num_cached: int
 
 
+class Saved(NamedTuple):
+    """The keys and values of a preempted sequence's first `num_tokens` tokens, in host memory."""
+
+    num_tokens: int
+    num_bytes: int
+    data: Any
+
+
 @dataclass(frozen=True)
 class KVSink:
     """Where a fused span may write a layer's keys and values itself.
@@ -149,6 +157,21 @@ class KVManager(Protocol):
     @spec
     def release(self, seq: Sequence) -> None:
         """`seq` ends or is preempted: unpin everything it holds. Safe to call once only."""
+        raise NotImplementedError
+
+    @optional
+    def save(self, seq: Sequence, num_tokens: int) -> Saved:
+        """Start copying what is stored for the first `num_tokens` tokens to the host, scales and
+        tails too.
+
+        In stream order: the core releases the room at once, and whoever gets it writes later.
+        """
+        raise NotImplementedError
+
+    @optional
+    def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
+        """Write `saved` into the room that `seq` has acquired again, beyond the `num_cached` tokens
+        that it shares."""
         raise NotImplementedError
 
     @spec

@@ -34,20 +34,18 @@ class Section(NamedTuple):
 
 
 def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The core's own arrays; names are the fields of Batch."""
+    """The core's own arrays. Those of one length share an array, to be padded in one assignment.
+
+    "rows": slots, seq_lens, logit_rows, sample_slots; "tokens": token_ids, positions, token_slots.
+    """
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     return {
         "num_decodes": ((1,), "int32"),
-        "slots": ((rows,), "int32"),
+        "rows": ((4, rows), "int32"),
         "query_start": ((rows + 1,), "int32"),
-        "seq_lens": ((rows,), "int32"),
-        "logit_rows": ((rows,), "int32"),
-        "sample_slots": ((rows,), "int32"),
         "temperature": ((rows,), "float32"),
         "sample_keys": ((rows, 2), "int32"),
-        "token_ids": ((tokens,), "int32"),
-        "positions": ((tokens,), "int32"),
-        "token_slots": ((tokens,), "int32"),
+        "tokens": ((3, tokens), "int32"),
     }
 
 

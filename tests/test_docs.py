@@ -1,4 +1,4 @@
-"""What the documents show is run: every Python block, every command that needs no model of the reader's."""
+"""What the documents show is run: every Python block, every command that needs no real model."""
 
 from __future__ import annotations
 

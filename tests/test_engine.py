@@ -77,13 +77,18 @@ def test_logits_within_1e_4_of_transformers(checkpoints, kind, kv, chunk):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_blocks", [200, 30, 12, 8])
 @pytest.mark.parametrize("sharing", [False, True])
-def test_scarcity_changes_no_token(checkpoints, num_blocks, overlap, sharing):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_scarcity_changes_no_token(checkpoints, num_blocks, overlap, sharing, preemption):
     """From a pool that holds everything to one block more than the longest request: preempted,
     resumed, equal."""
     path, expected = checkpoints["qwen3"]
     settings = {"kv.num_blocks": num_blocks + 1, "kv.block_size": 16}
     with tiny_engine(
-        path, settings=settings, overlap=overlap, enable_prefix_caching=sharing
+        path,
+        settings=settings,
+        overlap=overlap,
+        enable_prefix_caching=sharing,
+        preemption=preemption,
     ) as engine:
         outputs = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
         assert [o.token_ids for o in outputs] == expected
@@ -91,13 +96,71 @@ def test_scarcity_changes_no_token(checkpoints, num_blocks, overlap, sharing):
         assert engine._kv.usage().num_held == 0
 
 
-def test_scarcity_really_preempts(checkpoints):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_scarcity_really_preempts(checkpoints, preemption):
     path, _ = checkpoints["qwen3"]
-    with tiny_engine(path, settings={"kv.num_blocks": 9}, enable_prefix_caching=False) as engine:
+    scarce = {"settings": {"kv.num_blocks": 9}, "enable_prefix_caching": False}
+    with tiny_engine(path, preemption=preemption, **scarce) as engine:
         outputs = engine.generate([[5] * 31, [6] * 31, [7] * 31], SamplingParams(max_tokens=40))
-        assert engine.counters.num_preemptions > 0
-        assert sum(o.metrics.num_preemptions for o in outputs) == engine.counters.num_preemptions
-        assert engine.counters.num_recomputed_tokens > 0
+        counters = engine.counters
+        assert counters.num_preemptions > 0
+        assert sum(o.metrics.num_preemptions for o in outputs) == counters.num_preemptions
+        assert (counters.num_recomputed_tokens > 0) == (preemption == "recompute")
+        assert (counters.num_swapped_bytes > 0) == (preemption == "swap")
+        prompt_tokens = 3 * 31
+        assert counters.num_prefill_tokens > prompt_tokens  # a resumed one comes back as a chunk
+
+
+def test_a_prompt_in_one_step_where_chunking_is_off(checkpoints):
+    path, expected = checkpoints["qwen3"]
+    options = {"max_num_batched_tokens": 80, "enable_chunked_prefill": False}
+    options["enable_prefix_caching"] = False
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    with tiny_engine(path, **options) as engine:
+        lens, plan = [], engine._schedule.plan
+
+        def watched():
+            made = plan()
+            if made is not None:
+                lens.extend(made.query_lens[made.num_decodes :].tolist())
+            return made
+
+        engine._schedule.plan = watched
+        assert [o.token_ids for o in engine.generate(prompts(), params)] == expected
+        assert sorted(lens) == sorted(len(p) for p in prompts())
+        with pytest.raises(UserError, match="81 tokens.*80.*max-num-batched-tokens"):
+            engine.add_request([5] * 81)
+    with pytest.raises(UserError, match="chunk_size is 16 and chunked prefill is off"):
+        tiny_engine(path, chunk_size=16, enable_chunked_prefill=False)
+
+
+@pytest.mark.parametrize("max_bypass", [0, 2])
+def test_a_head_without_room_is_passed_a_bounded_number_of_times(checkpoints, max_bypass):
+    """A long request waits for blocks that a running one holds; short ones would fit at once."""
+    path, _ = checkpoints["qwen3"]
+    settings = {"kv.num_blocks": 9, "kv.block_size": 16}
+    with tiny_engine(path, settings=settings, max_bypass=max_bypass) as engine:
+        engine.add_request([5] * 60, SamplingParams(max_tokens=20, ignore_eos=True), "runs")
+        engine.step()
+        engine.add_request([6] * 100, SamplingParams(max_tokens=1, ignore_eos=True), "long")
+        for i in range(5):
+            engine.add_request([7 + i] * 5, SamplingParams(max_tokens=9, ignore_eos=True), f"{i}")
+        ended = []
+        while engine.has_unfinished():
+            ended += [event.request_id for event in engine.step() if event.output]
+    assert sorted(ended) == sorted(["runs", "long", *"01234"])
+    before = [request_id for request_id in ended[: ended.index("long")] if request_id != "runs"]
+    assert len(before) == max_bypass
+
+
+def test_swap_needs_an_offer_that_can_save():
+    from plugins.kv.paged import Paged
+
+    class NoSave(Paged):
+        save = property()  # as if it were not there
+
+    with pytest.raises(UserError, match="cannot save to the host"):
+        Engine(model="random:tiny", device="cpu", kv=NoSave(Paged.Config()), preemption="swap")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -132,8 +132,9 @@ def test_memory_comes_back_on_close(checkpoint):
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
-    with engine(checkpoint):
-        pass
+    with engine(checkpoint) as e:  # libraries keep workspaces of their own, once
+        e.generate(prompts(), SamplingParams(max_tokens=4))
+    del e
     before = held()
     with engine(checkpoint) as e:
         e.generate(prompts(), SamplingParams(max_tokens=4))
@@ -147,7 +148,6 @@ def test_the_budget_is_what_is_left(checkpoint):
     used."""
     free, total = torch.cuda.mem_get_info()
     with engine(checkpoint, kv_cache_bytes=None, gpu_memory_utilization=0.3) as e:
-        now_free, _ = torch.cuda.mem_get_info()
-        assert total - now_free <= 0.3 * total
-        assert e.report()["kv_cache_bytes"] > 0.2 * total
-    assert free > 0.5 * total, "another process holds the GPU's memory; this test needs it"
+        assert torch.cuda.memory_reserved() <= 0.3 * total
+        left = 0.3 * total - (total - free)
+        assert left - (8 << 30) < e.report()["kv_cache_bytes"] < left

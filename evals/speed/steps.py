@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         ) as engine:
             rows = measure(engine, args)
             result = {
-                "command": " ".join(sys.argv),
+                "command": " ".join(["python -m evals.speed.steps", *(argv or sys.argv[1:])]),
                 "machine": platform.platform(),
                 "engine": engine.report(),
                 **rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.config import OfferConfig
-from core.seams import Capacity, Usage
+from core.seams import Capacity, Saved, Usage
 from plugins.kv.blocks import NEVER, slot_rows
 
 if TYPE_CHECKING:
@@ -77,6 +77,17 @@ class Contiguous:
     def release(self, seq: Sequence) -> None:
         self.on_slot(seq, None)
         del self._held[seq]
+
+    def save(self, seq: Sequence, num_tokens: int) -> Saved:
+        slot = self._held[seq]
+        assert slot is not None, "only what runs can be saved"
+        data = self.storage.save([slot], num_tokens)
+        return Saved(num_tokens, data.nbytes, data)
+
+    def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
+        slot = self._held[seq]
+        assert slot is not None, "only what runs can be restored"
+        self.storage.restore([slot], saved.data)
 
     def usage(self) -> Usage:
         length = self._limits.max_model_len

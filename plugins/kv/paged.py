@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from core.config import OfferConfig
-from core.seams import Capacity, Usage
+from core.seams import Capacity, Saved, Usage
 from plugins.kv.blocks import (
     NEVER,
     ROOT,
@@ -154,6 +154,17 @@ class Paged:
         if self._held[seq].slot is not None:
             self.on_slot(seq, None)
         self.pool.unpin(self._held.pop(seq).blocks)
+
+    def save(self, seq: Sequence, num_tokens: int) -> Saved:
+        blocks = self._held[seq].blocks[: self._num_blocks_of(num_tokens)]
+        data = self.storage.save(blocks, self.block_size)
+        return Saved(num_tokens, data.nbytes, data)
+
+    def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
+        """Whole shared blocks are left out: they are never written."""
+        first, n = num_cached // self.block_size, self._num_blocks_of(saved.num_tokens)
+        if first < n:
+            self.storage.restore(self._held[seq].blocks[first:n], saved.data[:, :, first:n])
 
     def usage(self) -> Usage:
         pool, size = self.pool, self.block_size

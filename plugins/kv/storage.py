@@ -57,6 +57,24 @@ class Storage:
         block, offset = self.blocks(torch.full_like(positions, slot), positions)
         return self.k[layer][block, :, offset], self.v[layer][block, :, offset], positions
 
+    def save(self, blocks: list[int], length: int) -> Tensor:
+        """The first `length` tokens of each block on the host, [2, L, n, K, length, D].
+
+        On CUDA the copy into pinned memory is in stream order and may still be under way.
+        """
+        index = torch.tensor(blocks, device=self.k.device)
+        found = torch.stack([cache[:, index, :, :length] for cache in (self.k, self.v)])
+        if not found.is_cuda:
+            return found
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        return host.copy_(found, non_blocking=True)
+
+    def restore(self, blocks: list[int], host: Tensor) -> None:
+        """Write what `save` gave for as many blocks back into these."""
+        index = torch.tensor(blocks, device=self.k.device)
+        for cache, saved in zip((self.k, self.v), host, strict=True):
+            cache[:, index, :, : saved.shape[3]] = saved.to(cache.device, non_blocking=True)
+
     def sink(self, layer: int) -> KVSink:
         k, v = self.k[layer], self.v[layer]
         return KVSink("blocks", k, v, self.block_size, self.slot_map, self.fresh)

@@ -212,6 +212,7 @@ def test_qk_rope_write(launches, tmp_path, shape, has_norm):
     )  # fmt: skip
     ptx = compile_all(launches, tmp_path)["_qk_rope_write_kernel"].ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+    assert not re.search(r"fma\.rn(\.ftz)?\.bf16", ptx), "a product of rope lost its rounding"
 
 
 def test_sample(launches, tmp_path):

@@ -327,9 +327,6 @@ def test_the_covered_chain_computes_what_the_plain_one_does(place, qk_norm):
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.xfail(
-    raises=ValueError, reason="core.chain counts the residual as live after a chain cut at lm_head"
-)
 def test_a_step_without_logits_ends_at_the_final_norm(place):
     """Chunks of a prompt, and scoring, run the chain up to its final hidden states."""
     facts, sink, chain, batch = tiny(place, qk_norm=True)

@@ -87,6 +87,6 @@ class TestTheRoute:
 
     def test_trace(self):
         kv = _route(Paged)(Paged.Config(block_size=5))
-        rig = Rig(kv, num_tokens=48, limits=Limits(24, 3, 24))
-        counts = PageOracle(rig, seed=11, num_requests=4, max_total=24).run()
+        rig = Rig(kv, num_tokens=35, limits=Limits(16, 3, 16))
+        counts = PageOracle(rig, seed=14, num_requests=4, max_total=16).run()
         assert counts.num_finished == 4 and counts.num_mixed_steps and counts.num_cached_tokens

@@ -118,6 +118,8 @@ def qk_rope_write(
         qkv_TP.stride(0), k_cache.stride(0), k_cache.stride(1),
         NUM_Q=num_heads, NUM_KV=num_kv_heads, D=head_dim, BLOCK=block_size, HEADS=heads,
         NORM=gains is not None, HAS_FRESH=fresh is not None, num_warps=2,
+        # Contracted into fma.f16 or fma.bf16, a product would lose the rounding of the plain nodes.
+        enable_fp_fusion=False,
     )  # fmt: skip
     return q
 
