@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from core.seams import Saved
 
     Int32 = NDArray[np.int32]
+    TokenLogprob = tuple[float, dict[int, float]]  # of the token itself, and of the likeliest
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Sequence:
     saved: Saved | None = None
     first_scheduled: float | None = None
     token_times: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
 
     @property
     def num_output(self) -> int:
@@ -152,5 +154,5 @@ class Batch:
     kv: dict[str, Tensor]
     last_token: Tensor  # [S + 1], the newest token of every slot, int32
     logits: Tensor | None = None  # [R, V], static: where lm_head writes; None: it allocates
-    all_greedy: bool = True
+    needs: int = 0  # what the rows ask of the sampler: bits of core.sampling.Needs
     host: HostBatch | None = None

@@ -22,7 +22,7 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._models: dict[BatchShape, torch.cuda.CUDAGraph] = {}
-        self._samplers: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._samplers: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.num_bytes = 0
 
     def model(self, shape: BatchShape) -> Callable[[], None] | None:
@@ -30,9 +30,10 @@ class GraphPool:
         graph = self._models.get(shape)
         return None if graph is None else graph.replay
 
-    def sampler(self, shape: BatchShape, greedy: bool) -> Callable[[], Tensor] | None:
-        """The replay of the sampler for the rows of a shape: it returns the sampled ids, [R]."""
-        entry = self._samplers.get((shape.num_seqs, greedy))
+    def sampler(self, shape: BatchShape, variant: int) -> Callable[[], Tensor] | None:
+        """The replay of a variant (bits of core.sampling) for the rows of a shape: it returns the
+        sampled ids, [R]. None if it was not captured."""
+        entry = self._samplers.get((shape.num_seqs, variant))
         if entry is None:
             return None
         graph, sampled = entry
@@ -46,10 +47,10 @@ class GraphPool:
     def capture_model(self, shape: BatchShape, run: Callable[[], None]) -> None:
         self._models[shape], _ = self._capture(run)
 
-    def capture_sampler(self, shape: BatchShape, greedy: bool, run: Callable[[], Tensor]) -> None:
+    def capture_sampler(self, shape: BatchShape, variant: int, run: Callable[[], Tensor]) -> None:
         graph, sampled = self._capture(run)
         assert sampled is not None
-        self._samplers[shape.num_seqs, greedy] = graph, sampled
+        self._samplers[shape.num_seqs, variant] = graph, sampled
 
     def _capture(
         self, run: Callable[[], Tensor | None]

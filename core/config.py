@@ -9,29 +9,19 @@ import difflib
 import importlib.metadata
 import json
 import platform
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
+from core import __version__
 from core.errors import UserError
 from core.seams import PROJECT, SEAMS
 
 DType = Literal["float32", "bfloat16", "float16"]
+Preemption = Literal["recompute", "swap"]
 Count = Annotated[int, Field(gt=0)]
-
-
-def byte_count(value: Any) -> Any:
-    """Text such as 4096, 512MiB, 1.5GB in bytes: powers of 1024 with an i, of 1000 without."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", value.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError("write a number of bytes as 4096, 512MiB or 2GiB")
-    number, prefix, binary = match.groups()
-    power = "_KMGT".index(prefix.upper()) if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+_Schema = TypeVar("_Schema", bound=BaseModel)
 
 
 class OfferConfig(BaseModel):
@@ -48,96 +38,78 @@ class OfferConfig(BaseModel):
 
 
 class RunConfig(BaseModel):
-    """One run. None means that the value is chosen by `core.plan.resolve`, or by the engine.
+    """One run. In place of the name of an offer its class or a configured instance may be given.
 
-    In place of the name of an offer its class or a configured instance may be given.
+    "auto" and None are values that `core.plan.DEFAULTS` says, and the engine for three more:
+    `max_model_len` is what model and cache hold, `kv_cache_bytes` what `gpu_memory_utilization`
+    leaves, `enable_prefix_caching` whether the kv offer can. Without `chunk_size` a prompt gets
+    what the step has left.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(
-        "random:tiny", description="folder, hub id, or random:SHAPE (seeded weights)"
-    )
+    model: str = Field("random:tiny", description="folder, hub id, or random:SHAPE")
     kv: Any = Field("paged", description="key/value manager")
-    fusion: Any = Field("auto", description="fusion set; auto: none on a CPU, triton on CUDA")
-    graphs: Any = Field("auto", description="graph strategy; auto: none on a CPU, full on CUDA")
+    fusion: Any = Field("auto", description="fusion set")
+    graphs: Any = Field("auto", description="graph strategy")
     sched: Any = Field("fifo", description="scheduler")
     settings: dict[str, Any] = Field({}, description='options of the offers, "kv.block_size": 32')
     plugins: tuple[str, ...] = Field((), description="modules or files to load, no:NAME to block")
     device: str | None = Field(None, description="cpu, cuda or cuda:N; auto: cuda if there is one")
-    dtype: DType | None = Field(None, description="auto: float32 on a CPU, bfloat16 on CUDA")
-    max_model_len: Count | None = Field(
-        None, description="tokens of a sequence, prompt and output; auto: what model and cache hold"
-    )
-    max_num_seqs: Count | None = Field(
-        None, description="sequences of one step; auto: 32 on a CPU, 256 on CUDA"
-    )
-    max_num_batched_tokens: Count | None = Field(
-        None, description="tokens of one step; auto: 2048 on a CPU, 8192 on CUDA"
-    )
-    chunk_size: Count | None = Field(
-        None, description="most prompt tokens of a sequence in a step; auto: what the step has left"
-    )
-    enable_chunked_prefill: bool = Field(
-        True, description="spread long prompts over steps; off: a prompt is computed in one step"
-    )
-    max_bypass: int = Field(
-        0, ge=0, description="sequences that may start before one that has no room yet"
-    )
-    preemption: Literal["recompute", "swap"] = Field(
-        "recompute", description="a preempted sequence's keys: dropped, or kept on the host"
-    )
-    kv_cache_bytes: Annotated[Count | None, BeforeValidator(byte_count)] = Field(
-        None, description="bytes of the KV cache (2GiB); auto: what gpu_memory_utilization leaves"
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the GPU's memory for weights, cache and graphs"
-    )
-    enable_prefix_caching: bool | None = Field(
-        None, description="share the blocks of equal prefixes; auto: if the kv offer can"
-    )
+    dtype: DType | None = Field(None, description="of weights and activations")
+    max_model_len: Count | None = Field(None, description="tokens of a sequence; auto: what fits")
+    max_num_seqs: Count | None = Field(None, description="sequences of one step")
+    max_num_batched_tokens: Count | None = Field(None, description="tokens of one step")
+    chunk_size: Count | None = Field(None, description="most prompt tokens of a sequence in a step")
+    enable_chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
+    max_bypass: int = Field(0, ge=0, description="sequences that may start before one without room")
+    preemption: Preemption = Field("recompute", description="drop a victim's keys, or save them")
+    kv_cache_bytes: ByteSize | None = Field(None, gt=0, description="of the KV cache, as 2GiB")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU to fill")
+    enable_prefix_caching: bool | None = Field(None, description="share blocks of equal prefixes")
     seed: int = Field(0, ge=0, description="seed of random weights and of sampling")
-    overlap: bool | None = Field(
-        None, description="plan the next step while the device runs this one; auto: on CUDA"
-    )
+    overlap: bool | None = Field(None, description="plan a step while the device runs another")
 
     @classmethod
     def of(cls, **fields: Any) -> RunConfig:
         """`RunConfig(**fields)`, with what is wrong said in one `UserError` sentence."""
-        try:
-            return cls(**fields)
-        except ValidationError as error:
-            raise UserError(sentence(error, "the run", "", cls.model_fields)) from error
+        return validated(cls, fields, "the run")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The near misses of `name` among `known`, as "; did you mean …?", or nothing."""
-    cutoff = 0.5 if len(name) < 4 else 0.6  # 'kw' for 'kv' shares half of its letters
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
+    """What follows "there is no NAME": its near misses, or where there are none all that is known.
 
-
-def sentence(error: ValidationError, owner: str, prefix: str, known: Iterable[str]) -> str:
-    """What pydantic found, as one sentence.
-
-    `owner` is who has the fields `known`; `prefix` goes before the name of each.
+    `what` says what the names of `known` are.
     """
-    known = list(known)
-    parts = []
-    for item in error.errors():
-        field = ".".join(map(str, item["loc"]))
-        reason = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            hint = did_you_mean(field, known) or f"; its options: {', '.join(known) or 'none'}"
-            parts.append(f"{owner} has no option '{field}'{hint}")
-        elif item["type"] == "missing":
-            parts.append(f"{owner} needs {prefix}{field}")
-        elif not field:
-            parts.append(f"{owner} refuses its options: {reason}")
-        else:
-            reason = reason[:1].lower() + reason[1:]
-            parts.append(f"{owner} refuses {prefix}{field}={item['input']!r}: {reason}")
-    return "; ".join(parts)
+    names = list(known)
+    cutoff = 0.5 if len(name) < 4 else 0.6  # 'kw' for 'kv' shares half of its letters
+    if near := difflib.get_close_matches(name, names, n=2, cutoff=cutoff):
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; {what}: {', '.join(names) or 'none'}"
+
+
+def validated(
+    schema: type[_Schema], values: Mapping[str, Any], owner: str, prefix: str = ""
+) -> _Schema:
+    """`schema(**values)`, or one UserError with all that `owner` refuses.
+
+    `prefix` goes before the name of each field.
+    """
+    try:
+        return schema(**values)
+    except ValidationError as error:
+        parts = []
+        for item in error.errors():
+            field, why = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                hint = did_you_mean(field, schema.model_fields, "its options")
+                parts.append(f"{owner} has no option '{field}'{hint}")
+            elif item["type"] == "missing":
+                parts.append(f"{owner} needs {prefix}{field}")
+            else:
+                what = f"{prefix}{field}={item['input']!r}" if field else "its options"
+                parts.append(f"{owner} refuses {what}: {why[:1].lower()}{why[1:]}")
+        raise UserError("; ".join(parts)) from error
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -157,53 +129,18 @@ def settings_by_seam(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in settings.items():
         seam, _, field = key.partition(".")
         if seam not in routed or not field:
-            hint = did_you_mean(seam, SEAMS)
-            raise UserError(
-                f"the setting '{key}' names no option of a seam{hint or ';'} "
-                f"write SEAM.FIELD with one of {', '.join(SEAMS)}"
-            )
+            hint = did_you_mean(seam, SEAMS, "write SEAM.FIELD with one of the seams")
+            raise UserError(f"the setting '{key}' names no option of a seam{hint}")
         routed[seam][field] = value
     return routed
 
 
-def offer_config(
-    seam: str, name: str, schema: type[OfferConfig], settings: Mapping[str, Any]
-) -> OfferConfig:
-    """The validated options of one offer, from its part of the settings."""
-    try:
-        return schema(**settings)
-    except ValidationError as error:
-        known = schema.model_fields
-        raise UserError(sentence(error, f"{seam} '{name}'", f"{seam}.", known)) from error
-
-
-def options(schema: type[OfferConfig]) -> list[dict[str, str]]:
-    """The options of an offer for people: name, type, default, description."""
-    rows = []
-    for name, field in schema.model_fields.items():
-        kind, default = field.annotation, "(required)"
-        if not field.is_required():
-            default = repr(field.get_default(call_default_factory=True))
-        rows.append(
-            {
-                "name": name,
-                "type": kind.__name__ if type(kind) is type else str(kind).replace("typing.", ""),
-                "default": default,
-                "description": field.description or "",
-            }
-        )
-    return rows
-
-
 def versions(distributions: Iterable[str] = ()) -> dict[str, str | None]:
     """Versions of outweigh, of what decides the numbers, and of `distributions`; None if absent."""
-    from core import __version__
-
-    found: dict[str, str | None] = {PROJECT: __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {}
     for name in ("torch", "triton", "transformers", *distributions):
-        if name not in found:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                found[name] = None
-    return found
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return {**found, PROJECT: __version__, "python": platform.python_version()}

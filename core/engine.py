@@ -11,9 +11,12 @@ step is harvested before the next is planned.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,10 +26,12 @@ from core.batch import Sequence
 from core.compose import Parts, compose
 from core.errors import UserError
 from core.metrics import RequestMetrics, StepCounters, request_metrics
+from core.sampler import Logprobs
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
-from core.scoring import score
-from core.tokenizer import TextStream
+from core.scoring import score, score_prompt
+from core.show import progress_bar
+from core.stops import RequestText
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -37,13 +42,19 @@ if TYPE_CHECKING:
     from core.executor import InFlight
 
 _T = TypeVar("_T")
+_MANY = 8  # prompts from which on `generate` shows a bar in a terminal
 Prompt = str | Seq[int]
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """One finished request. `finish_reason`: "stop", "length", "abort", or "error" (then `error`
-    says why)."""
+    says why).
+
+    `token_ids` has what ended it, `text` only if include_stop_str_in_output is set. `logprobs` has
+    a number a token, `top_logprobs` the likeliest tokens there, {id: log-probability}, best first;
+    both are None unless asked for. Those of a prompt begin with None: nothing predicts its first.
+    """
 
     request_id: str
     prompt: str | None
@@ -54,6 +65,9 @@ class RequestOutput:
     logprobs: list[float] | None
     metrics: RequestMetrics
     error: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,9 @@ class _Request:
 
     seq: Sequence
     prompt: str | None
-    stream: TextStream | None
-    text: list[str] = field(default_factory=list)
-    num_streamed: int = 0
+    text: RequestText
+    num_read: int = 0
+    fresh: list[int] = field(default_factory=list)  # read, and in no event yet
 
 
 class Engine:
@@ -97,6 +111,7 @@ class Engine:
         self._num_added = 0
         self._finished: list[StepEvent] = []
         self._touched: list[_Request] = []
+        self._streams: dict[str, deque[StepEvent]] = {}
         self._closed = False
         parts: Parts = compose(config, self.counters, progress or _no_progress)
         self.config, self.plan, self.notes = parts.config, parts.plan, list(parts.notes)
@@ -148,6 +163,7 @@ class Engine:
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
         self._refuse_impossible(len(ids), total)
+        self._refuse_params(params)
         seq = Sequence(
             request_id=request_id,
             token_ids=ids,
@@ -159,11 +175,12 @@ class Engine:
             num_known=len(ids),
             num_tokens=len(ids),
             token_times=np.zeros(len(ids)),
+            share_prefix=params.prompt_logprobs is None,  # see score_prompt
             metadata={**(metadata or {}), "priority": priority},
         )
         self._num_added += 1
         self._requests[request_id] = _Request(
-            seq, prompt if isinstance(prompt, str) else None, None
+            seq, prompt if isinstance(prompt, str) else None, RequestText(self.tokenizer, params)
         )
         self._schedule.enqueue(seq)
         return request_id
@@ -200,6 +217,15 @@ class Engine:
         if refusal:
             raise UserError(refusal)
 
+    def _refuse_params(self, params: SamplingParams) -> None:
+        if params.stop and not self.tokenizer.has_text:
+            raise UserError(
+                f"stop is {params.stop!r} and the model has no tokenizer, so there is no text to "
+                "look at: give stop_token_ids, or add tokenizer.json to the model's directory"
+            )
+        if params.keeps_history:
+            self._executor.sampler.reserve()
+
     def abort(self, request_id: str) -> None:
         """End a request now; what it has written so far is its output. Unknown and finished ids are
         ignored."""
@@ -226,7 +252,10 @@ class Engine:
             self._event(request) for request in touched if request.seq.request_id in self._requests
         ]
         finished, self._finished = self._finished, []
-        return [event for event in events if event.token_ids] + finished
+        rest: deque[StepEvent] = deque()
+        for event in [event for event in events if event.token_ids] + finished:
+            self._streams.get(event.request_id, rest).append(event)
+        return list(rest)
 
     def _advance(self) -> list[_Request]:
         """Plan and launch a step, then land those that are due. Returns the requests that got a
@@ -267,9 +296,13 @@ class Engine:
         s.token_times[slots, known] = now
         s.num_known[slots] = known + 1
         stopped = (ids[:, None] == s.stop_ids[slots]).any(1)
+        for i in np.flatnonzero(s.has_stop_strings[slots] & ~stopped).tolist():
+            request = self._requests[s.owner[slots[i]].request_id]
+            self._read(request)
+            stopped[i] = request.text.stopped
         ended = stopped | (known + 1 >= s.max_total[slots])
         if step.logprobs is not None:
-            self._keep_logprobs(slots, step.logprobs[live])
+            self._keep_logprobs(slots, Logprobs(*(values[live] for values in step.logprobs)))
         self._schedule.publish_known(slots[~ended])
         for slot in slots.tolist():
             self._touched.append(self._requests[s.owner[slot].request_id])
@@ -277,11 +310,11 @@ class Engine:
             request = self._requests[s.owner[slots[i]].request_id]
             self._finish(request, "stop" if stopped[i] else "length")
 
-    def _keep_logprobs(self, slots: NDArray[np.int32], values: NDArray[np.float32]) -> None:
-        for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
+    def _keep_logprobs(self, slots: NDArray[np.int32], logprobs: Logprobs) -> None:
+        for row, slot in enumerate(slots.tolist()):
             seq = self._slots.owner[slot]
             if seq is not None and seq.params.logprobs is not None:
-                seq.logprobs.append(value)
+                seq.logprobs.append(logprobs.pairs(row, seq.params.logprobs))
 
     def _drain(self) -> bool:
         """Land every step in flight; True if there was one."""
@@ -310,7 +343,11 @@ class Engine:
         params = seq.params
         seed = params.seed if params.seed is not None else (self.config.seed << 32) ^ seq.order
         stop = () if params.ignore_eos else self.facts.eos_token_ids
-        return self._slots.take(seq, seed, (*stop, *params.stop_token_ids))
+        stop_ids = (*stop, *params.stop_token_ids)
+        slot = self._slots.take(seq, seed, stop_ids)
+        if params.keeps_history:
+            self._executor.sampler.admit(seq, stop_ids)
+        return slot
 
     # -------- ending
 
@@ -322,31 +359,41 @@ class Engine:
             self._kv.on_slot(seq, None)
             self._kv.release(seq)
             self._slots.give_back(seq)
+        if seq.params.prompt_logprobs is not None and reason in ("stop", "length"):
+            try:
+                seq.prompt_logprobs += score_prompt(self._parts, seq)
+            except Exception as failure:  # noqa: BLE001  # a plugin's; the others go on
+                reason, error = "error", _sentence(failure)
         event = self._event(request, final=True)
+        if request.text.stopped and reason == "length":
+            reason = "stop"  # in text that was decided only with its end
         output = self._output(request, reason, error)
         del self._requests[seq.request_id]
         self._finished.append(StepEvent(seq.request_id, event.token_ids, event.text, output))
 
-    def _event(self, request: _Request, final: bool = False) -> StepEvent:
-        """The tokens of a request since its last event, and the text that they decide."""
+    def _read(self, request: _Request, final: bool = False) -> None:
+        """Bring the text of a request up to its known tokens."""
         seq = request.seq
         self._slots.sync(seq)
-        lo = seq.num_prompt + request.num_streamed
-        fresh = seq.token_ids[lo : seq.num_known].tolist()
-        request.num_streamed += len(fresh)
-        if request.stream is None:
-            request.stream = TextStream(self.tokenizer)
-        text = request.stream.push(self._visible(fresh, seq))
-        if final:
-            text += request.stream.flush()
-        request.text.append(text)
-        return StepEvent(seq.request_id, fresh, text)
+        lo = seq.num_prompt + request.num_read
+        ids = seq.token_ids[lo : seq.num_known].tolist()
+        request.num_read += len(ids)
+        request.fresh += ids
+        watched = seq.num_output > seq.params.min_tokens
+        request.text.push(self._visible(ids, seq), watched=watched, final=final)
+
+    def _event(self, request: _Request, final: bool = False) -> StepEvent:
+        """The tokens of a request since its last event, and the text that they decide."""
+        self._read(request, final)
+        ids, request.fresh = request.fresh, []
+        return StepEvent(request.seq.request_id, ids, request.text.delta())
 
     def _visible(self, ids: list[int], seq: Sequence) -> list[int]:
         """Ids whose text is shown: a stop id ends a request and is not part of its text."""
-        if ids and not seq.params.ignore_eos and ids[-1] in self.facts.eos_token_ids:
-            return ids[:-1]
-        return ids[:-1] if ids and ids[-1] in seq.params.stop_token_ids else ids
+        params = seq.params
+        stops = () if params.ignore_eos else self.facts.eos_token_ids
+        hides = not params.include_stop_str_in_output
+        return ids[:-1] if ids and hides and ids[-1] in (*stops, *params.stop_token_ids) else ids
 
     def _output(self, request: _Request, reason: str, error: str | None) -> RequestOutput:
         seq = request.seq
@@ -356,9 +403,10 @@ class Engine:
             prompt=request.prompt,
             prompt_token_ids=seq.token_ids[:n].tolist(),
             token_ids=seq.token_ids[n : seq.num_known].tolist(),
-            text="".join(request.text),
+            text=request.text.whole(),
             finish_reason=reason,
-            logprobs=None if seq.params.logprobs is None else seq.logprobs,
+            **_split("", seq.params.logprobs, seq.logprobs),
+            **_split("prompt_", seq.params.prompt_logprobs, [(None, None), *seq.prompt_logprobs]),
             metrics=request_metrics(
                 arrival=seq.arrival,
                 first_scheduled=seq.first_scheduled,
@@ -377,11 +425,14 @@ class Engine:
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
     ) -> list[RequestOutput]:
         """Run prompts to their end, with one SamplingParams for all or one each; outputs in order
         of prompts.
 
-        Nothing is queued unless everything can be. Requests added before go on beside these.
+        Nothing is queued unless everything can be. Requests added before go on beside these. With
+        `progress`, long batches show a bar where stderr is a terminal.
         """
         batch = _as_prompts(prompts)
         each = _as_params(params, len(batch))
@@ -395,16 +446,46 @@ class Engine:
             raise
         wanted, others = set(ids), list[StepEvent]()
         outputs: dict[str, RequestOutput] = {}
-        while len(outputs) < len(ids):
-            self._advance()
-            finished, self._finished = self._finished, []
-            for event in finished:
-                if event.request_id in wanted and event.output is not None:
-                    outputs[event.request_id] = event.output
-                else:
-                    others.append(event)
+        shows = progress and len(ids) >= _MANY
+        with progress_bar(sys.stderr) if shows else nullcontext() as bar:
+            while len(outputs) < len(ids):
+                self._advance()
+                finished, self._finished = self._finished, []
+                for event in finished:
+                    if event.request_id in wanted and event.output is not None:
+                        outputs[event.request_id] = event.output
+                    else:
+                        others.append(event)
+                if bar is not None and finished:
+                    bar("generate", len(outputs), len(ids))
         self._finished = others
         return [outputs[request_id] for request_id in ids]
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[StepEvent]:
+        """The events of one request as they come, the last with its output.
+
+        Any number of streams share the engine on one event loop: whoever waits runs the next step,
+        which holds the loop while it lasts. A stream that is cancelled or closed aborts its
+        request; `contextlib.aclosing` closes it at once where a loop over it may be left early.
+        """
+        request_id = self.add_request(prompt, params, request_id)
+        events = self._streams[request_id] = deque()
+        try:
+            event = None
+            while event is None or event.output is None:
+                while not events:
+                    # Those of requests without a stream stay for whoever calls `step`.
+                    kept = [e for e in self.step() if e.output is not None]
+                    self._finished += kept
+                    await asyncio.sleep(0)
+                event = events.popleft()
+                yield event
+        finally:
+            del self._streams[request_id]
+            self.abort(request_id)
+            self._finished = [e for e in self._finished if e.request_id != request_id]
 
     def _discard(self, request_id: str) -> None:
         """Take back a request that was queued and never ran."""
@@ -481,6 +562,15 @@ def _as_params(
             f"{num_prompts} prompts and {len(params)} SamplingParams: give one for all, or one each"
         )
     return list(params)
+
+
+def _split(prefix: str, asked: int | None, pairs: Seq[tuple[Any, Any]]) -> dict[str, Any]:
+    """Log-probabilities as two fields of an output, None where they were not asked for."""
+    kept = None if asked is None else pairs
+    return {
+        f"{prefix}{name}logprobs": kept and [pair[i] for pair in kept]
+        for i, name in enumerate(("", "top_"))
+    }
 
 
 def _sentence(error: Exception) -> str:

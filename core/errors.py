@@ -10,3 +10,8 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A run that was asked for properly has failed (out of memory, a plugin raised). Exit code
     1."""
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, on one line, after the name of its class."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

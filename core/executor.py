@@ -15,7 +15,8 @@ from core.capture import GraphPool
 from core.chain import Placed, cover, decoder_chain, execute
 from core.errors import RunError
 from core.model import Operation, Site
-from core.sampling import SAMPLE, chosen_logprobs, sample_keys
+from core.sampler import SAMPLE, Logprobs, Sampler, token_logprobs
+from core.sampling import Needs, sample_keys
 from core.slots import NO_TOKEN
 from core.staging import Staging, core_sections
 
@@ -42,7 +43,7 @@ class InFlight(NamedTuple):
     slots: NDArray[np.int32]  # [n], rows that sample
     epochs: NDArray[np.int64]  # [n]
     token_ids: NDArray[np.int32]  # [n], valid once `wait` has returned
-    logprobs: NDArray[np.float32] | None
+    logprobs: Logprobs | None
     wait: Callable[[], None]
 
 
@@ -88,6 +89,7 @@ class Executor:
             max(limits.max_model_len, limits.max_num_batched_tokens), dtype=np.int32
         )
         self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.sampler = Sampler(trash + 1, facts.vocab_size, self._staging.device)
         self._logits = torch.zeros(
             limits.max_num_seqs, facts.vocab_size, dtype=facts.dtype, device=device
         )
@@ -114,11 +116,11 @@ class Executor:
         if not num_samples:
             return InFlight(plan, sampled_slots, epochs, sampled_slots, None, _nothing)
         sampled = self._sample(batch)
-        wants_logprobs = bool(self._slots.wants_logprobs[sampled_slots].any())
+        num_top = int(self._slots.num_logprobs[sampled_slots].max())
         assert batch.logits is not None
-        logprobs = chosen_logprobs(batch.logits, sampled) if wants_logprobs else None
-        ids, values, wait = self._out.send(sampled, logprobs, num_samples)
-        return InFlight(plan, sampled_slots, epochs, ids, values, wait)
+        logprobs = token_logprobs(batch.logits, sampled, num_top) if num_top >= 0 else None
+        ids, logprobs, wait = self._out.send(sampled, logprobs, num_samples)
+        return InFlight(plan, sampled_slots, epochs, ids, logprobs, wait)
 
     def _run_step(self, batch: Batch) -> None:
         """From the metadata to the logits: what a graph captures."""
@@ -128,13 +130,18 @@ class Executor:
         execute(operations, batch, {})
 
     def _sample(self, batch: Batch) -> Tensor:
-        graph = self._pool.sampler(batch.shape, batch.all_greedy) if self._pool else None
-        return graph() if graph is not None else self._run_sampler(batch)
+        variant = batch.needs & (Needs.HOT | Needs.FILTERED | Needs.PENALISED)
+        graph = self._pool.sampler(batch.shape, variant) if self._pool else None
+        if graph is not None:
+            return graph()
+        self._counters.num_eager_samplers += 1
+        return self._run_sampler(batch)
 
     def _run_sampler(self, batch: Batch) -> Tensor:
-        assert batch.logits is not None
         operations = self._cover(self._sample_chain, batch.shape.num_tokens)
-        sampled = execute(operations, batch, {"logits": batch.logits})["sampled"]
+        live = execute(operations, batch, {"logits": self.sampler.adjusted(batch)})
+        sampled = live["sampled"]
+        self.sampler.count(batch, sampled)
         # What the next step reads as input ids, so that it can be launched before the host knows
         # them.
         batch.last_token.index_copy_(0, batch.sample_slots.long(), sampled)
@@ -168,11 +175,10 @@ class Executor:
         # One token a row: all of it is decoding, whoever they are.
         num_decodes = num_rows if lone_tokens else plan.num_decodes
         step = batch.host = HostBatch(
-            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
-            tokens[1], tokens[2], batch.shape,
+            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens, tokens[1], tokens[2],
+            batch.shape,
         )  # fmt: skip
-        batch.all_greedy = not self._slots.temperature[plan.slots].any()
-        self._fill_rows(host, plan, step, batch.all_greedy)
+        batch.needs = self._fill_rows(host, plan, step)
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
             self._counters.num_extra_plans += 1
             self._staging.send()
@@ -214,9 +220,8 @@ class Executor:
         tokens[:, num_tokens : shape.num_tokens] = self._token_padding
         return live, starts[: num_rows + 1]
 
-    def _fill_rows(
-        self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch, all_greedy: bool
-    ) -> None:
+    def _fill_rows(self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch) -> int:
+        """Everything by row. Returns what the rows need of the sampler, as bits of `Needs`."""
         s, shape, num_rows = self._slots, step.shape, step.num_seqs
         assert shape is not None
         host["num_decodes"][0] = step.num_decodes
@@ -232,9 +237,19 @@ class Executor:
         rows[2:, n:num_rows] = self._row_padding[2:]
         host["temperature"][:n] = s.temperature[sampling]
         host["temperature"][n : shape.num_seqs] = 0
-        if not all_greedy:  # a row of temperature 0 reads no key
+        needs = int(np.bitwise_or.reduce(s.needs[sampling]))
+        # Below, padding is left as it is: what it holds reaches the trash slot alone.
+        if needs & Needs.HOT:  # a row of temperature 0 reads no key
             keys = sample_keys(s.seed_state[sampling], step.seq_lens[samples])
             host["sample_keys"][:n] = keys
+        if needs & Needs.FILTERED:
+            host["filters"][:n] = s.filters[sampling]
+        if needs & (Needs.PENALISED | Needs.MIN_TOKENS):
+            holds_off = step.seq_lens[samples] < s.min_total[sampling]
+            host["penalties"][:n] = s.penalties[sampling]
+            host["penalties"][:n, 3] = holds_off
+            needs |= Needs.PENALISED * bool(holds_off.any())
+        return needs
 
     def _captured(self, wanted: BatchShape) -> Batch | None:
         """The batch of the captured shape that a step is padded to; None where it is to run
@@ -284,10 +299,9 @@ class Executor:
             batch = self._shapes[shape] = self._view(shape, shape.num_seqs)
             self._stage_padding(shape)
             pool.capture_model(shape, partial(self._run_step, batch))
-            for greedy in (True, False):
-                if pool.sampler(shape, greedy) is None:
-                    batch.all_greedy = greedy
-                    pool.capture_sampler(shape, greedy, partial(self._run_sampler, batch))
+            for batch.needs in (0, Needs.HOT):
+                if pool.sampler(shape, batch.needs) is None:
+                    pool.capture_sampler(shape, batch.needs, partial(self._run_sampler, batch))
         progress("capture", len(shapes), len(shapes))
 
     def _stage_padding(self, shape: BatchShape) -> None:
@@ -338,26 +352,27 @@ class _OutputRing:
             self._ids = [
                 torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(size)
             ]
-            self._logprobs = [torch.zeros(num_rows, pin_memory=True) for _ in range(size)]
             self._events = [torch.cuda.Event() for _ in range(size)]
         self._turn = 0
 
     def send(
-        self, ids: Tensor, logprobs: Tensor | None, n: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None, Callable[[], None]]:
+        self, ids: Tensor, logprobs: Logprobs | None, n: int
+    ) -> tuple[NDArray[np.int32], Logprobs | None, Callable[[], None]]:
         """Start the copy; the arrays are valid once the returned function has returned."""
-        if not self._on_cuda:
-            return ids[:n].numpy(), None if logprobs is None else logprobs[:n].numpy(), _nothing
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._events)
-        host_ids, event = self._ids[turn], self._events[turn]
-        host_ids[:n].copy_(ids[:n], non_blocking=True)
-        values = None
-        if logprobs is not None:
-            self._logprobs[turn][:n].copy_(logprobs[:n], non_blocking=True)
-            values = self._logprobs[turn].numpy()[:n]
-        event.record()
-        return host_ids.numpy()[:n], values, event.synchronize
+        wait: Callable[[], None] = _nothing
+        sources = [tensor[:n] for tensor in (ids, *(logprobs or ()))]
+        if self._on_cuda:
+            # Log-probabilities are rare and as wide as was asked: a buffer of their own each time.
+            rest = [torch.empty_like(t, device="cpu", pin_memory=True) for t in sources[1:]]
+            homes = [self._ids[self._turn][:n], *rest]
+            for home, source in zip(homes, sources, strict=True):
+                home.copy_(source, non_blocking=True)
+            event = self._events[self._turn]
+            event.record()
+            self._turn = (self._turn + 1) % len(self._events)
+            sources, wait = homes, event.synchronize
+        host_ids, *found = (tensor.numpy() for tensor in sources)
+        return host_ids, Logprobs(*found) if found else None, wait
 
 
 def _nothing() -> None:

@@ -13,16 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-_MODALITIES = ("vision_config", "audio_config", "text_config")
-_YARN_OPTIONS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
+_YARN_OPTIONS = "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
 
 
 @dataclass(frozen=True)
@@ -121,35 +112,20 @@ def _refuse(name: str, value: object, why: str) -> NoReturn:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    for name in _MODALITIES:
-        if config.get(name):
-            _refuse(name, config[name], "only text models are supported")
-    for name in _EXPERTS:
-        if config.get(name):
-            _refuse(name, config[name], "mixtures of experts are not supported")
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        _refuse("model_type", kind, f"the supported ones are {', '.join(MODEL_TYPES)}")
     quantization = config.get("quantization_config")
     if quantization is not None:
         _refuse("quantization_config", quantization, "only unquantised weights are supported")
-    if config.get("model_type") not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
-        _refuse("model_type", config.get("model_type"), f"the supported ones are {known}")
     if config.get("hidden_act", "silu") != "silu":
         _refuse("hidden_act", config["hidden_act"], "the decoder computes silu")
-    _refuse_sliding_window(config)
-
-
-def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
-    """Refuse a window that has effect. Qwen's are mostly off; Mistral's is on unless it is null."""
-    why = "sliding-window attention is not supported"
-    kind, window = config["model_type"], config.get("sliding_window", 4096)
-    if kind == "mistral" and window is not None:
-        _refuse("sliding_window", window, why)
-    if kind in ("qwen2", "qwen3") and config.get("use_sliding_window") and window is not None:
-        layer_types = config.get("layer_types")
-        if layer_types is None:
-            _refuse("use_sliding_window", config["use_sliding_window"], why)
-        if "sliding_attention" in layer_types:
-            _refuse("layer_types", layer_types, why)
+    # Qwen's windows are mostly off; Mistral's is on unless it is null.
+    window = config.get("sliding_window", 4096)
+    used = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))
+    all_full = set(config.get("layer_types") or ()) == {"full_attention"}
+    if used and window is not None and not all_full:
+        _refuse("sliding_window", window, "sliding-window attention is not supported")
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -14,12 +14,12 @@ object) with some of the functions below, marked with `core.hookimpl`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pluggy
 
-from core.errors import RunError, UserError
+from core.errors import RunError, UserError, reason
 from core.seams import PROJECT
 
 if TYPE_CHECKING:
@@ -79,42 +79,29 @@ class Hooks:
         self._manager = manager
         self._owners = owners
 
-    def register(self, seam: str, plugin: str, register: Register) -> None:
-        """Let the plugin of that name register its offers for `seam`. Its exceptions pass."""
-        hook = getattr(self._manager.hook, f"{PROJECT}_register_{seam}")
-        for impl in hook.get_hookimpls():
-            if impl.plugin_name == plugin:
-                impl.function(*(register for _ in impl.argnames))
-
     def check_combination(self, plan: Plan) -> list[str]:
         """The refusals of all plugins, those of third parties with their owner."""
         refusals = []
-        for owner, answer in self._each("outweigh_check_combination", plan):
-            if isinstance(answer, str):
-                raise RunError(
-                    f"plugin {owner} returned a string from outweigh_check_combination; "
-                    "it must return a list of sentences"
-                )
-            refusals += [s if owner.builtin else f"{s} ({owner})" for s in answer or ()]
+        for owner, answer in self._call("outweigh_check_combination", plan):
+            said = [answer] if isinstance(answer, str) else answer or ()
+            refusals += [s if owner.distribution == PROJECT else f"{s} ({owner})" for s in said]
         return refusals
 
     def engine_built(self, engine: Engine) -> None:
-        for _ in self._each("outweigh_engine_built", engine):
-            pass
+        self._call("outweigh_engine_built", engine)
 
     def run_finished(self, report: dict[str, Any]) -> None:
-        for _ in self._each("outweigh_run_finished", report):
-            pass
+        self._call("outweigh_run_finished", report)
 
-    def _each(self, name: str, argument: object) -> Iterator[tuple[Owner, Any]]:
-        """Call each implementation of the one-argument hook `name`; its owner and its answer."""
+    def _call(self, name: str, argument: object) -> list[tuple[Owner, Any]]:
+        """Call each implementation of the one-argument hook `name`: owners and answers."""
+        answers = []
         for impl in getattr(self._manager.hook, name).get_hookimpls():
             owner = self._owners[impl.plugin_name]
             try:
-                answer = impl.function(*(argument for _ in impl.argnames))
+                answers.append((owner, impl.function(*(argument for _ in impl.argnames))))
             except (UserError, RunError):
                 raise
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise RunError(f"plugin {owner} failed in {name}: {what}") from error
-            yield owner, answer
+                raise RunError(f"plugin {owner} failed in {name}: {reason(error)}") from error
+        return answers

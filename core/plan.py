@@ -1,44 +1,32 @@
 """From a `RunConfig` to the four offers it means.
 
-Names are resolved, options validated, combinations refused before anything is allocated.
-What "auto" and None mean:
-
-| field | cpu | cuda |
-|---|---|---|
-| fusion=auto | none | triton |
-| graphs=auto | none | full if the kv offer is graph_safe, else none |
-| dtype | float32 | bfloat16 |
-| max_num_seqs | 32 | 256 |
-| max_num_batched_tokens | 2048 | 8192 |
-| overlap | no | yes |
-
-`device` is cuda where torch sees a GPU; `enable_prefix_caching` is what the kv offer can.
-`max_model_len` and `kv_cache_bytes` wait for the weights: the engine resolves them.
+Names are resolved, options validated, combinations refused before anything is allocated. `DEFAULTS`
+says what "auto" and None mean. `device` is cuda where torch sees a GPU; `enable_prefix_caching` is
+what the kv offer can. `max_model_len` and `kv_cache_bytes` wait for the weights: the engine
+resolves them.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from core.config import OfferConfig, RunConfig, offer_config, settings_by_seam, versions
+from core.config import OfferConfig, RunConfig, settings_by_seam, validated, versions
 from core.conform import bind
-from core.errors import RunError, UserError
-from core.registry import Offer, Owner, Registry
+from core.errors import RunError, UserError, reason
+from core.registry import Offer, Owner, Registry, origin
 from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler
 
-AUTO: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"fusion": "none", "graphs": "none"},
-    "cuda": {"fusion": "triton", "graphs": "full"},
-}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "dtype": {"cpu": "float32", "cuda": "bfloat16"},
-    "max_num_seqs": {"cpu": 32, "cuda": 256},
-    "max_num_batched_tokens": {"cpu": 2048, "cuda": 8192},
-    "overlap": {"cpu": False, "cuda": True},
+# On a CPU, on CUDA.
+DEFAULTS: Mapping[str, tuple[Any, Any]] = {
+    "fusion": ("none", "triton"),
+    "graphs": ("none", "full"),  # none too where the kv offer is not graph_safe
+    "dtype": ("float32", "bfloat16"),
+    "max_num_seqs": (32, 256),
+    "max_num_batched_tokens": (2048, 8192),
+    "overlap": (False, True),
 }
 
 
@@ -55,17 +43,13 @@ class Choice:
 
     def build(self) -> Any:
         """The object, checked against its seam; an exception becomes a RunError that names it."""
-        if self.instance is not None:
-            return bind(self.seam, self.instance)
         try:
-            made = self.offer(self.config)
+            made = self.offer(self.config) if self.instance is None else self.instance
         except (UserError, RunError):
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise RunError(
-                f"{self.seam} '{self.name}' of {self.owner} could not be made: {what}"
-            ) from error
+            who = f"{self.seam} '{self.name}' of {self.owner}"
+            raise RunError(f"{who} could not be made: {reason(error)}") from error
         return bind(self.seam, made)
 
 
@@ -126,22 +110,23 @@ class Plan:
 def resolve(config: RunConfig, registry: Registry) -> Plan:
     """The plan of `config`. Raises one UserError with all that speaks against it."""
     device = _device(config.device)
-    kind = device.partition(":")[0]
+    values = _defaults(config, on_cuda=device != "cpu")
     settings = settings_by_seam(config.settings)
     choices: dict[str, Choice] = {}
     for seam in SEAMS:
-        wanted = getattr(config, seam)
-        if wanted == "auto" and seam in AUTO[kind]:
-            wanted = _auto(seam, kind, choices["kv"])
+        wanted = values.get(seam, getattr(config, seam))
+        # A kv that cannot be captured is no mistake of a user who left the graphs to us.
+        if seam == "graphs" and seam in values and not choices["kv"].offer.graph_safe:
+            wanted = "none"
         choices[seam] = _choose(seam, wanted, settings[seam], registry)
-    resolved = _fill(config, device, kind, choices)
+        values[seam] = choices[seam].name
+    if config.enable_prefix_caching is None:
+        values["enable_prefix_caching"] = choices["kv"].offer.prefix_sharing
+    resolved = config.model_copy(update={"device": device, **values})
     plan = Plan(resolved, **choices, registry=registry)
     refusals = _refusals(plan) + registry.hooks.check_combination(plan)
-    if len(refusals) == 1:
-        raise UserError(refusals[0])
     if refusals:
-        numbered = "; ".join(f"({i}) {refusal}" for i, refusal in enumerate(refusals, 1))
-        raise UserError(f"{len(refusals)} things speak against this combination: {numbered}")
+        raise UserError("; moreover, ".join(refusals))
     return plan
 
 
@@ -150,78 +135,59 @@ def _device(wanted: str | None) -> str:
         return wanted
     import torch
 
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None:
-        return "cuda" if num_gpus else "cpu"
-    kind, _, index = wanted.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()) or wanted.endswith(":"):
-        raise UserError(f"there is no device '{wanted}': choose cpu, cuda or cuda:N")
-    if int(index or 0) >= num_gpus:
-        raise UserError(
-            f"device '{wanted}' was asked for and torch {torch.__version__} sees {num_gpus} CUDA "
-            "devices: choose another with --device, or --device cpu"
-        )
-    return wanted
+    num_gpus = torch.cuda.device_count()
+    known = ["cuda", *(f"cuda:{i}" for i in range(num_gpus))] if num_gpus else ["cpu"]
+    if wanted is None or wanted in known:
+        return wanted or known[0]
+    raise UserError(
+        f"there is no device '{wanted}', torch {torch.__version__} sees {num_gpus} CUDA devices: "
+        f"choose one of {', '.join(dict.fromkeys(['cpu', *known]))}"
+    )
 
 
-def _auto(seam: str, kind: str, kv: Choice) -> str:
-    # A kv that cannot be captured is no mistake of a user who left the graphs to us.
-    if seam == "graphs" and not kv.offer.graph_safe:
-        return AUTO["cpu"]["graphs"]
-    return AUTO[kind][seam]
-
-
-def _choose(seam: str, wanted: Any, settings: Mapping[str, Any], registry: Registry) -> Choice:
-    """The choice of one seam from a name, a class, or a configured instance."""
-    if not isinstance(wanted, str | type):
-        cls, owner = type(wanted), _module_owner(type(wanted))
-        if settings:
-            raise UserError(
-                f"{seam} was given as an object, which has its options already: set "
-                f"{', '.join(settings)} in its Config instead of in the settings"
-            )
-        given = getattr(wanted, "config", None)
-        options = given if isinstance(given, OfferConfig) else None
-        return Choice(seam, cls.__qualname__, owner, cls, options, wanted)
-    if isinstance(wanted, str):
-        found = registry.find(seam, wanted)
-    else:
-        found = Offer(seam, wanted.__qualname__, wanted, _module_owner(wanted))
-    offer: Any = found.load()
-    options = offer_config(seam, found.name, offer.Config, settings)
-    return Choice(seam, found.name, found.owner, offer, options)
-
-
-def _module_owner(cls: type) -> Owner:
-    origin = getattr(inspect.getmodule(cls), "__file__", None) or f"module {cls.__module__}"
-    return Owner(cls.__module__, "", "", origin)
-
-
-def _fill(config: RunConfig, device: str, kind: str, choices: Mapping[str, Choice]) -> RunConfig:
-    """`config` with names of offers, and a value for every None known before the weights."""
-    values: dict[str, Any] = {name: choice.name for name, choice in choices.items()}
-    values["device"] = device
-    for name, default in DEFAULTS.items():
-        given = getattr(config, name)
-        values[name] = default[kind] if given is None else given
-    # One of the two limits given: the other one follows where its default would contradict it.
+def _defaults(config: RunConfig, on_cuda: bool) -> dict[str, Any]:
+    """A value for every field of `DEFAULTS` that was left open."""
+    open_fields = [name for name in DEFAULTS if getattr(config, name) in (None, "auto")]
+    values = {name: DEFAULTS[name][on_cuda] for name in open_fields}
+    # Of two limits the one that was not given follows where its default would contradict the other.
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None and tokens is not None:
         values["max_num_seqs"] = min(values["max_num_seqs"], tokens)
     if tokens is None and seqs is not None:
         values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], seqs)
-    if config.enable_prefix_caching is None:
-        values["enable_prefix_caching"] = bool(choices["kv"].offer.prefix_sharing)
-    return config.model_copy(update=values)
+    return values
+
+
+def _choose(seam: str, wanted: Any, settings: Mapping[str, Any], registry: Registry) -> Choice:
+    """The choice of one seam from a name, a class, or a configured instance."""
+    instance = None if isinstance(wanted, str | type) else wanted
+    if isinstance(wanted, str):
+        found = registry.find(seam, wanted)
+    else:
+        cls = wanted if instance is None else type(wanted)
+        owner = Owner(cls.__module__, "", "", origin(cls) or f"module {cls.__module__}")
+        found = Offer(seam, cls.__qualname__, cls, owner)
+    offer: Any = found.load()
+    if instance is None:
+        config = validated(offer.Config, settings, f"{seam} '{found.name}'", f"{seam}.")
+    elif settings:
+        raise UserError(
+            f"{seam} was given as an object, which has its options already: set "
+            f"{', '.join(settings)} in its Config instead of in the settings"
+        )
+    else:
+        given = getattr(wanted, "config", None)
+        config = given if isinstance(given, OfferConfig) else None
+    return Choice(seam, found.name, found.owner, offer, config, instance)
 
 
 def _refusals(plan: Plan) -> list[str]:
     """What the facts of the offers themselves rule out, whoever wrote them."""
     config, kv, graphs = plan.config, plan.kv, plan.graphs
     found = []
-    if graphs.offer.captures and not str(config.device).startswith("cuda"):
+    if graphs.offer.captures and config.device == "cpu":
         found.append(
-            f"graphs '{graphs.name}' captures CUDA graphs and the device is {config.device}: "
+            f"graphs '{graphs.name}' captures CUDA graphs and the device is cpu: "
             "choose --graphs none"
         )
     if graphs.offer.captures and not kv.offer.graph_safe:

@@ -1,9 +1,9 @@
 """Who offers what: discovery of plugins, owners of names, and the errors of both.
 
 Built-ins are found by module path, so that a bare checkout has them; third parties by the
-entry-point group `outweigh`, or by `-p MODULE`, `-p FILE.py`. `-p no:NAME` blocks a plugin; the
-environment variable OUTWEIGH_PLUGINS, where set, is the whole list of entry points to load (empty:
-none).
+entry-point group `outweigh`, or by `-p MODULE`, `-p FILE.py`. `-p no:NAME` blocks a plugin,
+wherever it comes from; the environment variable OUTWEIGH_PLUGINS, where set, is the whole list of
+entry points to load (empty: none).
 
 A third party that does not load is kept aside with its reason. It stops nobody, unless `-p` asked
 for it. A `Registry` is made for each composition and holds all of the state: two engines in one
@@ -15,39 +15,39 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
-import itertools
 import os
+import pkgutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from core import hookspecs
+from core import __version__, hookspecs
 from core.config import did_you_mean
-from core.conform import bind as bind, fact_problems
-from core.errors import UserError
-from core.seams import API, PROJECT, SEAMS
+from core.conform import fact_problems
+from core.errors import UserError, reason
+from core.seams import PROJECT, SEAMS
 
 BUILTIN = ("plugins.builtin",)
 PREFIX = f"{PROJECT}_"
 ENVIRONMENT = f"{PROJECT.upper()}_PLUGINS"
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith(PREFIX))
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who stands behind a name. `distribution` is empty for a module or file given by `-p`."""
+    """Who stands behind a name. `distribution` is empty for what `-p` or a caller brought."""
 
     name: str
     distribution: str
     version: str
     origin: str
-    builtin: bool = False
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}" if self.distribution else self.origin
@@ -64,30 +64,16 @@ class Offer:
 
     def load(self) -> type:
         """The class, its API number and facts checked. Raises UserError with the reason."""
-        who = f"{self.seam} '{self.name}' of {self.owner}"
+        who, target = f"{self.seam} '{self.name}' of {self.owner}", self.target
         try:
-            offer = _resolve(self.target) if isinstance(self.target, str) else self.target
+            offer: type = pkgutil.resolve_name(target) if isinstance(target, str) else target
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"{who} cannot be loaded: {_reason(error)}; repair it or choose another {self.seam}"
+                f"{who} cannot be loaded: {reason(error)}; repair it or choose another {self.seam}"
             ) from error
-        api = getattr(offer, "api", API[self.seam])
-        if api != API[self.seam]:
-            raise UserError(
-                f"{who} was written for {self.seam} API {api}, this is API {API[self.seam]}; "
-                f"install a version of it made for API {API[self.seam]}"
-            )
         if problems := fact_problems(self.seam, offer):
             raise UserError(f"{who} does not fit the seam: {'; '.join(problems)}")
         return offer
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A plugin that was found and could not be used, and why."""
-
-    owner: Owner
-    reason: str
 
 
 class _Plugins(pluggy.PluginManager):
@@ -103,167 +89,85 @@ class _Plugins(pluggy.PluginManager):
 class Registry:
     """The plugins and offers of one composition.
 
-    `plugins` is what `-p` was given, in order; `environ` is the environment, `builtin` the modules
-    of the project's own plugins. Raises UserError for two owners of one name, for a name that
-    matches nothing, and for a plugin given by `-p` that does not load.
+    `plugins` is what `-p` was given, in order; `builtin` the modules of the project's own plugins.
+    `owners` are the plugins in use, by name; `aside` those that are not, with the reason. Raises
+    UserError for two owners of one name, for a name that matches nothing, and for a plugin given by
+    `-p` that does not load.
     """
 
-    def __init__(
-        self,
-        plugins: Iterable[str] = (),
-        *,
-        environ: Mapping[str, str] | None = None,
-        builtin: Sequence[str] = BUILTIN,
-    ) -> None:
-        asked = list(dict.fromkeys(plugins))
-        self.blocked: list[Owner] = []
-        self.broken: list[Broken] = []
+    def __init__(self, plugins: Iterable[str] = (), builtin: Sequence[str] = BUILTIN) -> None:
+        given = list(dict.fromkeys(plugins))
         self.owners: dict[str, Owner] = {}
+        self.aside: dict[Owner, str] = {}
         self.offers: dict[str, dict[str, Offer]] = {seam: {} for seam in SEAMS}
-        self._block = {p.removeprefix("no:") for p in asked if p.startswith("no:")}
+        self._blocked = {p.removeprefix("no:") for p in given if p.startswith("no:")}
         self._manager = _Plugins(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self.hooks = hookspecs.Hooks(self._manager, self.owners)
         for module in builtin:
-            self._add_builtin(module)
-        self._add_entry_points(os.environ if environ is None else environ)
-        for plugin in asked:
-            if not plugin.startswith("no:"):
-                self._add_asked(plugin)
-        self._check_blocked()
+            owner = Owner(module.rpartition(".")[2], PROJECT, __version__, "")
+            self._add(owner, functools.partial(_load, module), module)
+        for owner, point in _entry_points():
+            self._add(owner, point.load)
+        for plugin in given:
+            loaded = self._manager.is_registered(sys.modules.get(plugin))
+            if not loaded and not plugin.startswith("no:"):
+                owner = Owner(os.path.basename(plugin).removesuffix(".py"), "", "", plugin)
+                self._add(owner, functools.partial(_load, plugin), plugin)
+        for name in sorted(self._blocked.difference(owner.name for owner in self.aside)):
+            hint = did_you_mean(name, [*self.owners, *(o.name for o in self.aside)], "plugins")
+            raise UserError(f"-p no:{name} blocks nothing, no plugin is called '{name}'{hint}")
 
     def find(self, seam: str, name: str) -> Offer:
-        """The offer of that name; a UserError with near misses, known names and broken plugins."""
+        """The offer of that name; a UserError with near misses and the plugins kept aside."""
         known = self.offers[seam]
         if name in known:
             return known[name]
-        message = (
-            f"there is no {seam} called '{name}'{did_you_mean(name, known) or ';'} "
-            f"known: {', '.join(sorted(known)) or 'none'}"
-        )
-        if self.broken:
-            broken = ", ".join(f"{_who(b.owner)} ({b.reason})" for b in self.broken)
-            message += f"; plugins that did not load: {broken}"
-        if self.blocked:
-            message += f"; blocked: {', '.join(owner.name for owner in self.blocked)}"
+        message = f"there is no {seam} called '{name}'{did_you_mean(name, sorted(known))}"
+        if self.aside:
+            aside = ", ".join(f"{_who(owner)} ({why})" for owner, why in self.aside.items())
+            message += f"; plugins kept aside: {aside}"
         raise UserError(message)
 
-    def _add_builtin(self, module: str) -> None:
-        from core import __version__
+    def _add(self, owner: Owner, load: Callable[[], Any], asked: str = "") -> None:
+        """Load a plugin and take its offers, all or none.
 
-        plugin = importlib.import_module(module)
-        name = module.rpartition(".")[2]
-        owner = Owner(name, PROJECT, __version__, _file(plugin), builtin=True)
-        if not self._is_blocked(owner):
-            self._take(self._install(plugin, owner))
-
-    def _add_entry_points(self, environ: Mapping[str, str]) -> None:
-        points = sorted(
-            importlib.metadata.entry_points(group=PROJECT),
-            key=lambda point: (point.name, _owner(point).distribution),
-        )
-        if (only := environ.get(ENVIRONMENT)) is not None:
-            wanted = {name.strip() for name in only.split(",") if name.strip()}
-            names = sorted({point.name for point in points})
-            for name in sorted(wanted.difference(names)):
-                raise UserError(
-                    f"{ENVIRONMENT} names '{name}', which no installed distribution has"
-                    f"{did_you_mean(name, names) or ';'} "
-                    f"entry points installed: {', '.join(names) or 'none'}"
-                )
-            points = [point for point in points if point.name in wanted]
-        points = [point for point in points if not self._is_blocked(_owner(point))]
-        for first, second in itertools.pairwise(points):
-            if first.name == second.name:
-                raise UserError(_two_plugins(_owner(first), _owner(second)))
-        for point in points:
-            owner = _owner(point)
-            self._refuse_taken(owner)
-            try:
-                offers = self._install(point.load(), owner)
-            except (Exception, SystemExit) as error:
-                self.broken.append(Broken(owner, _reason(error)))
-            else:
-                self._take(offers)
-
-    def _add_asked(self, plugin: str) -> None:
-        """A module or a file given by `-p`; whatever is wrong with it is fatal."""
-        is_file = plugin.endswith(".py") or os.sep in plugin
-        if is_file and not Path(plugin).is_file():
-            raise UserError(f"plugin file '{plugin}' (-p) does not exist; give its path")
-        try:
-            module = _load_file(Path(plugin)) if is_file else importlib.import_module(plugin)
-        except (Exception, SystemExit) as error:
-            raise UserError(_not_loaded(plugin, error)) from error
-        if self._manager.is_registered(module):
+        One that cannot be used is kept aside; where it was `asked` for, that is an error.
+        """
+        if owner.name in self._blocked:
+            self.aside[owner] = "blocked"
             return
-        owner = Owner(Path(plugin).stem if is_file else plugin, "", "", _file(module))
-        if self._is_blocked(owner):
-            raise UserError(f"plugin '{owner.name}' is both loaded and blocked; drop one -p")
-        self._refuse_taken(owner)
-        try:
-            offers = self._install(module, owner)
-        except (Exception, SystemExit) as error:
-            raise UserError(f"plugin '{plugin}' (-p) cannot be used: {_reason(error)}") from error
-        self._take(offers)
-
-    def _is_blocked(self, owner: Owner) -> bool:
-        if owner.name in self._block:
-            self.blocked.append(owner)
-            return True
-        return False
-
-    def _check_blocked(self) -> None:
-        known = [*self.owners, *(b.owner.name for b in self.broken)]
-        for name in sorted(self._block.difference(owner.name for owner in self.blocked)):
+        if other := self.owners.get(owner.name):
             raise UserError(
-                f"-p no:{name} blocks nothing: there is no plugin called '{name}'"
-                f"{did_you_mean(name, known) or ';'} plugins: {', '.join(known) or 'none'}"
+                f"two plugins are called '{owner.name}': {other} and {owner}; "
+                f"uninstall one, or block both with -p no:{owner.name}"
             )
-
-    def _refuse_taken(self, owner: Owner) -> None:
-        if owner.name in self.owners:
-            raise UserError(_two_plugins(self.owners[owner.name], owner))
-
-    def _install(self, plugin: Any, owner: Owner) -> list[Offer]:
-        """Check the hooks of one plugin and let it register: its offers. All or none."""
-        owner = dataclasses.replace(owner, origin=_file(plugin) or owner.origin)
-        self._manager.register(plugin, owner.name)
         try:
-            self._check_hooks(plugin)
-            offers = self._collect(owner)
-        except BaseException:
-            self._manager.unregister(plugin)
-            raise
-        self.owners[owner.name] = owner
-        return offers
-
-    def _take(self, offers: Iterable[Offer]) -> None:
-        for offer in offers:
-            other = self.offers[offer.seam].setdefault(offer.name, offer)
-            if other is not offer:
+            plugin = load()
+            owner = dataclasses.replace(owner, origin=origin(plugin) or owner.origin)
+            self._manager.register(plugin, owner.name)
+            offers = self._collect(plugin, owner)
+        except (Exception, SystemExit) as error:
+            if self._manager.has_plugin(owner.name):
+                self._manager.unregister(name=owner.name)
+            if asked:
                 raise UserError(
-                    f"two plugins offer {offer.seam} '{offer.name}': {_who(other.owner)} and "
-                    f"{_who(offer.owner)}; block one with -p no:{offer.owner.name}"
+                    f"plugin '{asked}' cannot be used: {reason(error)}; -p takes a module that "
+                    "can be imported, or the path of a .py file"
+                ) from error
+            self.aside[owner] = f"broken: {reason(error)}"
+            return
+        self.owners[owner.name] = owner
+        for offer in offers:
+            taken = self.offers[offer.seam].setdefault(offer.name, offer)
+            if taken is not offer:
+                raise UserError(
+                    f"two plugins offer {offer.seam} '{offer.name}': {_who(taken.owner)} and "
+                    f"{_who(owner)}; block one with -p no:{owner.name}"
                 )
 
-    def _check_hooks(self, plugin: Any) -> None:
-        known = [name for name in vars(hookspecs) if name.startswith(PREFIX)]
-        callers = self._manager.get_hookcallers(plugin) or []
-        if not callers:
-            raise TypeError(f"it has no hook (a function called {PREFIX}…)")
-        for caller in callers:
-            for impl in caller.get_hookimpls():
-                if impl.plugin is not plugin:
-                    continue
-                if not caller.has_spec() and not impl.optionalhook:
-                    hint = did_you_mean(caller.name, known)
-                    raise TypeError(f"there is no hook {caller.name}{hint}")
-                if impl.wrapper or impl.hookwrapper:
-                    raise TypeError(f"{caller.name} is a wrapper, and these hooks take none")
-
-    def _collect(self, owner: Owner) -> list[Offer]:
-        """What the plugin registers, seam by seam."""
+    def _collect(self, plugin: Any, owner: Owner) -> list[Offer]:
+        """Check the hooks of a plugin and call those that register: its offers."""
         offers: dict[tuple[str, str], Offer] = {}
 
         def register(seam: str, name: str, target: type | str) -> None:
@@ -274,61 +178,62 @@ class Registry:
                 raise TypeError(f"{seam} '{name}' is reserved or registered twice")
             offers[seam, name] = Offer(seam, name, target, owner)
 
-        for seam in SEAMS:
-            self.hooks.register(seam, owner.name, functools.partial(register, seam))
+        callers = self._manager.get_hookcallers(plugin)
+        if not callers:
+            raise TypeError(f"it has no hook (a function called {PREFIX}…)")
+        for caller in callers:
+            if not caller.has_spec():
+                hint = did_you_mean(caller.name, HOOKS, "hooks")
+                raise TypeError(f"there is no hook {caller.name}{hint}")
+            (impl,) = (impl for impl in caller.get_hookimpls() if impl.plugin is plugin)
+            if impl.wrapper or impl.hookwrapper:
+                raise TypeError(f"{caller.name} is a wrapper, and these hooks take none")
+            seam = caller.name.removeprefix(f"{PREFIX}register_")
+            if seam in SEAMS:
+                impl.function(*(functools.partial(register, seam) for _ in impl.argnames))
         return list(offers.values())
+
+
+def origin(found: Any) -> str:
+    """The file that a module, a class or an object comes from, or ''."""
+    return getattr(inspect.getmodule(found), "__file__", None) or ""
 
 
 def _who(owner: Owner) -> str:
     return f"{owner.name} of {owner}"
 
 
-def _two_plugins(one: Owner, other: Owner) -> str:
-    return (
-        f"two plugins are called '{one.name}': {one} and {other}; "
-        f"uninstall one, or block both with -p no:{one.name}"
-    )
+def _entry_points() -> list[tuple[Owner, EntryPoint]]:
+    """The entry points of the group, or those of them that OUTWEIGH_PLUGINS names, by name.
+
+    Until one is loaded, its origin is where its metadata lies.
+    """
+    found = []
+    for point in entry_points(group=PROJECT):
+        assert point.dist is not None, "entry points that were discovered know their distribution"
+        where = str(point.dist.locate_file(""))
+        found.append((Owner(point.name, point.dist.name, point.dist.version, where), point))
+    found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
+    if (only := os.environ.get(ENVIRONMENT)) is None:
+        return found
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    installed = [owner.name for owner, _ in found]
+    for name in wanted:
+        if name not in installed:
+            hint = did_you_mean(name, installed, "entry points installed")
+            raise UserError(f"{ENVIRONMENT} names '{name}', which nobody installed has{hint}")
+    return [(owner, point) for owner, point in found if owner.name in wanted]
 
 
-def _owner(point: importlib.metadata.EntryPoint) -> Owner:
-    """Who an entry point belongs to; until it is loaded, its origin is where its metadata lies."""
-    dist = point.dist
-    assert dist is not None, "entry points that were discovered know their distribution"
-    return Owner(point.name, dist.name, dist.version, str(dist.locate_file("")))
-
-
-def _resolve(target: str) -> Any:
-    module, _, path = target.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-def _load_file(path: Path) -> Any:
-    """Run a plugin file afresh, as a module whose name no other module has."""
-    path = path.resolve()
+def _load(plugin: str) -> Any:
+    """Import a module, or run a .py file afresh under a name that no other module has."""
+    if not plugin.endswith(".py"):
+        return importlib.import_module(plugin)
+    path = Path(plugin).resolve()
     name = f"{PROJECT}_file_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses, pickle and lazy "module:Class" strings look there
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
-
-
-def _not_loaded(plugin: str, error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and f"{plugin}.".startswith(f"{error.name}."):
-        return (
-            f"plugin module '{plugin}' (-p) was not found; install it, put its folder on "
-            "PYTHONPATH, or give the path of a .py file"
-        )
-    return f"plugin '{plugin}' (-p) cannot be imported: {_reason(error)}"
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _file(plugin: Any) -> str:
-    """The file a plugin module or object comes from, or ''."""
-    module = plugin if inspect.ismodule(plugin) else inspect.getmodule(plugin)
-    return getattr(module, "__file__", None) or ""

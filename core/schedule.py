@@ -66,7 +66,7 @@ class Schedule:
         self._save = kv.save if swap else None
         self._restore = getattr(kv, "restore", None)
         self._heap: list[tuple[Any, int, Sequence]] = []
-        self._waiting: dict[Sequence, None] = {}  # heap entries of others are stale
+        self._waiting: dict[Sequence, Any] = {}  # to its entry; all others in the heap are stale
         self.prefilling: list[Sequence] = []
         self.decoding: dict[int, Sequence] = {}
         self._decoding_slots: NDArray[np.int32] | None = None
@@ -83,8 +83,8 @@ class Schedule:
 
     def enqueue(self, seq: Sequence) -> None:
         """`seq` waits for its first or next admission."""
-        self._waiting[seq] = None
-        heapq.heappush(self._heap, (self._sched.key(seq, self._clock()), seq.order, seq))
+        entry = self._waiting[seq] = (self._sched.key(seq, self._clock()), seq.order, seq)
+        heapq.heappush(self._heap, entry)
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`, wherever it is. Its room and slot are the engine's to give back."""
@@ -101,7 +101,7 @@ class Schedule:
         return None if entry is None else entry[2]
 
     def _head(self) -> tuple[Any, int, Sequence] | None:
-        while self._heap and self._heap[0][2] not in self._waiting:
+        while self._heap and self._waiting.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
@@ -114,6 +114,7 @@ class Schedule:
         if self._sched.rekey == "step":
             clock = self._clock()
             self._heap = [(self._sched.key(s, clock), s.order, s) for s in self._waiting]
+            self._waiting = {entry[2]: entry for entry in self._heap}
             heapq.heapify(self._heap)
         slots = self._slots_of_decodes()
         num_decodes = len(slots)
@@ -179,6 +180,8 @@ class Schedule:
         """Slots and chunk lengths of the sequences with prompt work, by policy, within `budget`
         tokens."""
         clock = self._clock()
+        for seq in self.prefilling:
+            self._slots.sync(seq)
         partials = sorted(
             ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from core.batch import Sequence
 from core.errors import UserError
+from core.sampler import Logprobs, token_logprobs
 from core.sampling import SamplingParams
 from core.schedule import StepPlan
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from core.batch import TokenLogprob
     from core.compose import Parts
 
 _T = TypeVar("_T")
@@ -61,6 +63,22 @@ def score(
         parts.kv.on_slot(seq, None)
         parts.kv.release(seq)
         parts.slots.give_back(seq)
+
+
+def score_prompt(parts: Parts, seq: Sequence) -> list[TokenLogprob]:
+    """Log-probabilities of the prompt of `seq` from its second token on, in a pass of their own.
+
+    For one that has ended just now and shared no prefix: what it gave back is room enough.
+    """
+    num_top = seq.params.prompt_logprobs or 0
+
+    def reduce(first: int, logits: Tensor, targets: Tensor) -> list[TokenLogprob]:
+        found = token_logprobs(logits[: len(targets)], targets, num_top)
+        found = Logprobs(*(tensor.cpu() for tensor in found))
+        return [found.pairs(row, num_top) for row in range(len(targets))]
+
+    slices = score(parts, seq.token_ids[: seq.num_prompt], seq.order, reduce, rows=256)
+    return [pair for pairs in slices for pair in pairs]
 
 
 def _chunks(

@@ -42,7 +42,7 @@ def spec(function: _F) -> _F:
 
 def optional(function: _F) -> _F:
     """A method that an offer may leave out."""
-    function.optional = True  # type: ignore[attr-defined]  # read back by core.registry.bind
+    function.optional = True  # type: ignore[attr-defined]  # read back by core.conform
     return _marker(function, firstresult=True)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from core.config import options
+from pydantic import TypeAdapter
+
+from core.config import versions
 from core.conform import fact_types
-from core.errors import UserError
+from core.errors import RunError, UserError
 from core.seams import SEAMS
 
 if TYPE_CHECKING:
@@ -20,105 +22,126 @@ if TYPE_CHECKING:
     from core.registry import Offer, Owner, Registry
 
 Progress = Callable[[str, int, int], None]
+METRICS = {
+    "prompt": "num_prompt_tokens",
+    "cached": "num_cached_tokens",
+    "output": "num_output_tokens",
+    "TTFT ms": "ttft_ms",
+    "ITL ms": "mean_itl_ms",
+    "tok/s": "tokens_per_s",
+}
 
 
-def offer_rows(registry: Registry) -> list[dict[str, str]]:
-    """Every offer with its state, then the plugins without offers: hooks only, broken, blocked."""
+def offer_rows(
+    registry: Registry, check: Callable[[Offer], object], trouble: str
+) -> list[dict[str, str]]:
+    """Every offer with its state, then the plugins without offers: hooks only, broken, blocked.
+
+    The state is "ok" where `check(offer)` passes, else `trouble` and the sentence that it raised.
+    """
+    offers = [offer for seam in SEAMS for _, offer in sorted(registry.offers[seam].items())]
     rows = []
-    for seam in SEAMS:
-        for name, offer in sorted(registry.offers[seam].items()):
-            rows.append(_row(seam, name, offer.owner, _state(offer)))
-    offering = {
-        offer.owner.name for offers in registry.offers.values() for offer in offers.values()
-    }
-    for owner in registry.owners.values():
-        if owner.name not in offering:
-            rows.append(_row("-", owner.name, owner, "ok, hooks only"))
-    rows += [_row("-", b.owner.name, b.owner, f"broken: {b.reason}") for b in registry.broken]
-    return rows + [_row("-", owner.name, owner, "blocked") for owner in registry.blocked]
+    for offer in offers:
+        try:
+            check(offer)
+            state = "ok"
+        except (UserError, RunError) as error:
+            state = f"{trouble}: {error}"
+        rows.append(_row(offer.seam, offer.name, offer.owner, state))
+    idle = [o for o in registry.owners.values() if all(o != offer.owner for offer in offers)]
+    others = {**dict.fromkeys(idle, "ok, hooks only"), **registry.aside}
+    return rows + [_row("-", owner.name, owner, state) for owner, state in others.items()]
 
 
 def _row(seam: str, name: str, owner: Owner, state: str) -> dict[str, str]:
-    return {
-        "seam": seam,
-        "name": name,
-        "owner": str(owner) if owner.distribution else f"module {owner.name}",
-        "origin": owner.origin,
-        "state": state,
-    }
-
-
-def _state(offer: Offer) -> str:
-    try:
-        offer.load()
-    except UserError as error:
-        return f"broken: {error}"
-    return "ok"
+    who = str(owner) if owner.distribution else f"module {owner.name}"
+    return {"seam": seam, "name": name, "owner": who, "origin": owner.origin, "state": state}
 
 
 def describe(offer: Offer) -> dict[str, Any]:
     """One offer in full: owner, file and line, docstring, facts, options. UserError if broken."""
     cls: Any = offer.load()
     file = inspect.getsourcefile(cls) or offer.owner.origin
-    facts = [name for name in fact_types(offer.seam) if name != "Config"]
     return {
         "seam": offer.seam,
         "name": offer.name,
         "owner": str(offer.owner),
         "origin": f"{file}:{inspect.getsourcelines(cls)[1]}",
         "description": inspect.getdoc(cls) or "",
-        "facts": {name: getattr(cls, name) for name in facts},
-        "options": options(cls.Config),
+        "facts": {name: getattr(cls, name) for name in fact_types(offer.seam) if name != "Config"},
+        "options": [
+            {
+                "name": f"{offer.seam}.{name}",
+                "type": inspect.formatannotation(field.annotation),
+                "default": "(required)" if field.is_required() else repr(field.get_default()),
+                "description": field.description or "",
+            }
+            for name, field in cls.Config.model_fields.items()
+        ],
     }
 
 
-def print_description(shown: Mapping[str, Any], file: TextIO) -> None:
-    """What `describe` returned, for people."""
-    out = console(file)
-    out.print(f"{shown['seam']} {shown['name']}")
-    out.print(f"owner: {shown['owner']}\norigin: {shown['origin']}\n\n{shown['description']}\n")
-    print_rows([{"fact": k, "value": str(v)} for k, v in shown["facts"].items()], file)
-    seam = shown["seam"]
-    rows = [{**row, "name": f"{seam}.{row['name']}"} for row in shown["options"]]
-    if rows:
-        print_rows(rows, file)
-    else:
-        out.print("no options")
+def environment(registry: Registry, check: Callable[[Offer], object]) -> dict[str, Any]:
+    """What decides whether an offer runs here, and of each whether it does."""
+    import torch
+    from torch.utils import collect_env
 
-
-def print_metrics(outputs: Iterable[RequestOutput], file: TextIO) -> None:
-    """A row for each request: tokens, TTFT, mean inter-token latency, rate, how it ended."""
-    print_rows([_metrics_row(output) for output in outputs], file)
-
-
-def _metrics_row(output: RequestOutput) -> dict[str, str]:
-    m = output.metrics
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "request": output.request_id,
-        "prompt tokens": str(m.num_prompt_tokens),
-        "cached": str(m.num_cached_tokens),
-        "output": str(m.num_output_tokens),
-        "TTFT ms": _number(m.ttft_ms),
-        "mean ITL ms": _number(m.mean_itl_ms),
-        "tok/s": _number(m.tokens_per_s),
-        "finish": output.finish_reason,
+        "versions": versions(),
+        "cuda": torch.version.cuda,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if gpus else None,
+        "gpus": [{"name": gpu.name, "memory GiB": gpu.total_memory / 2**30} for gpu in gpus],
+        "offers": offer_rows(registry, check, "does not run here"),
     }
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def metrics_rows(outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
+    """A row for each request: tokens, TTFT, mean inter-token latency, rate, how it ended."""
+    return [
+        {
+            "request": output.request_id,
+            **{heading: getattr(output.metrics, name) for heading, name in METRICS.items()},
+            "finish": output.finish_reason,
+        }
+        for output in outputs
+    ]
 
 
-def print_rows(rows: Sequence[Mapping[str, str]], file: TextIO) -> None:
-    """Rows with the same keys as a table."""
+def print_record(record: Mapping[str, Any], file: TextIO, output: str = "text") -> None:
+    """Print an object as JSON, or for people: a line for each scalar, a table for all else.
+
+    In JSON NaN and infinity are null, and what has no form of its own is its text.
+    """
+    if output == "json":
+        print(TypeAdapter(Any).dump_json(record, indent=2, fallback=str).decode(), file=file)
+        return
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            nested = all(isinstance(v, Mapping) for v in value.values())
+            rows = [{name: k, **(v if nested else {"value": v})} for k, v in value.items()]
+            print_rows(rows, file)
+        elif isinstance(value, list):
+            print_rows(value, file)
+        else:
+            console(file).print(f"{name}: {_cell(value)}")
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], file: TextIO) -> None:
+    """Rows with the same keys as a table; nothing where there are none."""
     from rich.table import Table
 
-    table = Table()
-    for heading in rows[0] if rows else ():
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    console(file).print(table)
+    if rows:
+        table = Table()
+        for heading in rows[0]:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*map(_cell, row.values()))
+        console(file).print(table)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def console(file: TextIO) -> Console:
@@ -130,15 +153,12 @@ def console(file: TextIO) -> Console:
 
 
 @contextmanager
-def progress_bar(file: TextIO) -> Iterator[Progress | None]:
-    """A callback (stage, done, total) that draws bars on `file`; None if `file` is no terminal."""
-    if not file.isatty():
-        yield None
-        return
+def progress_bar(file: TextIO) -> Iterator[Progress]:
+    """A callback (stage, done, total) that draws bars on `file`, if that is a terminal."""
     from rich import progress
 
-    columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=console(file), transient=True) as bar:
+    screen = console(file)
+    with progress.Progress(console=screen, transient=True, disable=not file.isatty()) as bar:
         tasks: dict[str, TaskID] = {}
 
         def advance(stage: str, done: int, total: int) -> None:

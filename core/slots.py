@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.sampling import seed_state
+from core.sampling import Needs, seed_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -37,7 +37,12 @@ class Slots:
         self.epoch = np.zeros(rows, np.int64)
         self.temperature = np.zeros(rows, np.float32)
         self.seed_state = np.zeros(rows, np.uint64)
-        self.wants_logprobs = np.zeros(rows, np.bool_)
+        self.needs = np.zeros(rows, np.int32)  # bits of core.sampling
+        self.filters = np.zeros((rows, 3), np.float32)
+        self.penalties = np.zeros((rows, 4), np.float32)  # the last for stops that are held off
+        self.num_logprobs = np.zeros(rows, np.int32)
+        self.min_total = np.zeros(rows, np.int32)
+        self.has_stop_strings = np.zeros(rows, np.bool_)
         self.stop_ids = np.full((rows, 1), NO_TOKEN, np.int32)
         self.owner: list[Sequence | None] = [None] * rows
         self._free = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -57,10 +62,17 @@ class Slots:
         self.num_tokens[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed
         self.max_total[slot] = seq.max_tokens_total
-        self.temperature[slot] = seq.params.temperature
+        params = seq.params
+        self.temperature[slot] = params.temperature * (params.needs & Needs.HOT)
         self.seed_state[slot] = seed_state(seed)
-        self.wants_logprobs[slot] = seq.params.logprobs is not None
+        self.filters[slot] = params.top_k, params.top_p, params.min_p
+        self.penalties[slot, 0] = params.repetition_penalty
+        self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
+        self.min_total[slot] = seq.num_prompt + params.min_tokens
+        self.has_stop_strings[slot] = bool(params.stop)
         self._set_stop_ids(slot, stop_ids)
+        self.needs[slot] = params.needs
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.owner[slot] = seq
         seq.slot = slot
         return slot

@@ -45,6 +45,8 @@ def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
         "query_start": ((rows + 1,), "int32"),
         "temperature": ((rows,), "float32"),
         "sample_keys": ((rows, 2), "int32"),
+        "filters": ((rows, 3), "float32"),
+        "penalties": ((rows, 4), "float32"),
         "tokens": ((3, tokens), "int32"),
     }
 

@@ -10,43 +10,48 @@ whole: one bad byte turns all of it into U+FFFD.
 from __future__ import annotations
 
 import codecs
-import json
+import functools
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, reason
+
+# One stream of ids: (ids, whether they are the last) -> the text that they add, as far as it is
+# decided.
+Decoder = Callable[[Seq[int], bool], str]
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-class IncrementalDecoder(Protocol):
-    """The state of one stream of ids."""
-
-    def decode(self, ids: Seq[int], final: bool = False) -> str:
-        """The text that `ids` add, as far as it is decided; all of it where they are the last."""
-        raise NotImplementedError
-
-
-class Tokenizer(Protocol):
+class Tokenizer:
     """What the engine asks of a tokenizer.
 
     `has_text` is False where ids cannot be turned into text: `decode` gives "" and `encode` raises
     UserError.
     """
 
-    has_text: bool
-    eos_token_ids: tuple[int, ...]
+    has_text = True
+
+    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens (such as a leading BOS) that the model expects."""
         raise NotImplementedError
 
+    def chat(self, text: str) -> list[int] | None:
+        """Ids of `text` as the one message of a user, up to where the answer begins.
+
+        None where the model has no template for chats.
+        """
+        return None
+
     def decode(self, ids: Seq[int]) -> str:
         """Text of `ids` without special tokens. Ids that the tokenizer lacks are left out."""
-        raise NotImplementedError
+        return self.incremental()(ids, True)
 
-    def incremental(self) -> IncrementalDecoder:
+    def incremental(self) -> Decoder:
         """A decoder for one stream of ids."""
         raise NotImplementedError
 
@@ -59,42 +64,35 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decoder = tokenizer.incremental()
+        self._decode = tokenizer.incremental()
 
     def push(self, ids: Seq[int]) -> str:
         """The text that `ids` add; "" while it is not decided."""
-        return self._decoder.decode(ids)
+        return self._decode(ids, False)
 
     def flush(self) -> str:
         """What is held back, at the end of the ids."""
-        return self._decoder.decode((), final=True)
+        return self._decode((), True)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255, for models without a vocabulary. Other ids decode to U+FFFD."""
-
-    has_text = True
-
-    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def decode(self, ids: Seq[int]) -> str:
-        return self.incremental().decode(ids, final=True)
-
-    def incremental(self) -> IncrementalDecoder:
-        return _ByteDecoder(_byte_or_invalid)
+    def incremental(self) -> Decoder:
+        invalid = b"\xff"  # occurs nowhere in UTF-8
+        return _byte_decoder(lambda i: bytes((i,)) if 0 <= i < 256 else invalid)
 
 
-class NoTokenizer:
+class NoTokenizer(Tokenizer):
     """A model that comes without tokenizer files: token ids go in and come out, and no text."""
 
     has_text = False
 
     def __init__(self, model: str, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.eos_token_ids = eos_token_ids
+        super().__init__(eos_token_ids)
         self._model = model
 
     def encode(self, text: str) -> list[int]:
@@ -103,28 +101,34 @@ class NoTokenizer:
             "add tokenizer.json to its directory."
         )
 
-    def decode(self, ids: Seq[int]) -> str:
-        return ""
-
-    def incremental(self) -> IncrementalDecoder:
-        return _ByteDecoder(lambda _: b"")
+    def incremental(self) -> Decoder:
+        return _byte_decoder(lambda _: b"")
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A tokenizer of transformers, without `clean_up_tokenization_spaces`, which is not local."""
 
-    has_text = True
-
     def __init__(self, backend: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.eos_token_ids = eos_token_ids
+        super().__init__(eos_token_ids)
         self.backend = backend
         self._skipped = {i for i, token in backend.added_tokens_decoder.items() if token.special}
-        self._byte_level = _is_byte_level(backend)
-        self._pieces: dict[int, bytes] = {}
         self._alphabet = _byte_alphabet()
+        self._remembered = functools.cache(self._piece)
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend(text, verbose=False).input_ids)
+
+    def chat(self, text: str) -> list[int] | None:
+        if not self.backend.chat_template:
+            return None
+        message = {"role": "user", "content": text}
+        template = self.backend.apply_chat_template
+        try:
+            return list(template([message], add_generation_prompt=True, return_dict=False))
+        except Exception as error:  # a template may raise whatever it likes
+            raise UserError(
+                f"the model's chat template fails ({reason(error)[:200]}); give --no-chat-template"
+            ) from error
 
     def decode(self, ids: Seq[int]) -> str:
         text: str = self.backend.decode(
@@ -132,8 +136,13 @@ class HFTokenizer:
         )
         return text
 
-    def incremental(self) -> IncrementalDecoder:
-        return _ByteDecoder(self._piece) if self._byte_level else _WindowDecoder(self)
+    def incremental(self) -> Decoder:
+        from tokenizers.decoders import ByteLevel
+
+        pipeline = getattr(self.backend, "backend_tokenizer", None)
+        if pipeline is not None and isinstance(pipeline.decoder, ByteLevel):
+            return _byte_decoder(self._remembered)
+        return _WindowDecoder(self).decode
 
     def token(self, token_id: int) -> str | None:
         """The token's string, or None where `decode` leaves it out: special or unknown."""
@@ -143,16 +152,12 @@ class HFTokenizer:
         return token
 
     def _piece(self, token_id: int) -> bytes:
-        """The bytes of a byte-level token, remembered. Added tokens stand for their own text."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            token = self.token(token_id) or ""
-            try:
-                piece = bytes(self._alphabet[char] for char in token)
-            except KeyError:
-                piece = token.encode("utf-8")
-            self._pieces[token_id] = piece
-        return piece
+        """The bytes of a byte-level token. Added tokens stand for their own text."""
+        token = self.token(token_id) or ""
+        try:
+            return bytes(self._alphabet[char] for char in token)
+        except KeyError:
+            return token.encode("utf-8")
 
 
 def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -169,23 +174,17 @@ def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a broken file raises whatever parser it broke
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"The tokenizer files of {directory} cannot be read ({type(error).__name__}: {reason});"
-            " restore them, or remove them to run on token ids."
+            f"The tokenizer files of {directory} cannot be read ({reason(error)[:200]}); restore "
+            "them, or remove them to run on token ids."
         ) from error
     return HFTokenizer(backend, eos_token_ids)
 
 
-class _ByteDecoder:
+def _byte_decoder(piece: Callable[[int], bytes]) -> Decoder:
     """For tokens that are strings of bytes."""
-
-    def __init__(self, piece: Callable[[int], bytes]) -> None:
-        self._piece = piece
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def decode(self, ids: Seq[int], final: bool = False) -> str:
-        return self._utf8.decode(b"".join(map(self._piece, ids)), final)
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    return lambda ids, final: utf8.decode(b"".join(map(piece, ids)), final)
 
 
 class _WindowDecoder:
@@ -196,7 +195,7 @@ class _WindowDecoder:
         self._context: list[int] = []  # the last token given out, unless nothing was
         self._pending: list[int] = []
 
-    def decode(self, ids: Seq[int], final: bool = False) -> str:
+    def decode(self, ids: Seq[int], final: bool) -> str:
         num_decided = 0
         for token_id in ids:
             token = self._tokenizer.token(token_id)
@@ -205,34 +204,20 @@ class _WindowDecoder:
             self._pending.append(token_id)
             if not (len(token) == 6 and token.startswith("<0x") and token.endswith(">")):
                 num_decided = len(self._pending)
-        return self._give_out(len(self._pending) if final else num_decided)
-
-    def _give_out(self, num_tokens: int) -> str:
-        if not num_tokens:
+        if final:
+            num_decided = len(self._pending)
+        fresh, self._pending = self._pending[:num_decided], self._pending[num_decided:]
+        if not fresh:
             return ""
-        fresh, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         before = self._tokenizer.decode(self._context)
         after = self._tokenizer.decode(self._context + fresh)
         self._context = fresh[-1:]
         return after[len(before) :]
 
 
-def _byte_or_invalid(token_id: int) -> bytes:
-    return bytes((token_id,)) if 0 <= token_id < 256 else b"\xff"  # 0xff occurs nowhere in UTF-8
-
-
-def _is_byte_level(backend: Any) -> bool:
-    pipeline = getattr(backend, "backend_tokenizer", None)
-    if pipeline is None or pipeline.decoder is None:
-        return False
-    kind = json.loads(pipeline.decoder.__getstate__())["type"]
-    return bool(kind == "ByteLevel")
-
-
 def _byte_alphabet() -> dict[str, int]:
     """How byte-level BPE spells bytes: printable Latin-1 as itself, the other 68 from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    spelled = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return spelled | {chr(byte): byte for byte in printable}

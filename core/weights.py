@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from core.errors import UserError
+from core.errors import UserError, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +22,23 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_HEAD = "lm_head.weight"
+
+# The tensors of a checkpoint, below model.layers.N, that each field of LayerWeights holds.
+_LAYER = {
+    "attn_norm": ["input_layernorm.weight"],
+    "q_norm": ["self_attn.q_norm.weight"],
+    "k_norm": ["self_attn.k_norm.weight"],
+    "o": ["self_attn.o_proj.weight"],
+    "o_bias": ["self_attn.o_proj.bias"],
+    "mlp_norm": ["post_attention_layernorm.weight"],
+    "down": ["mlp.down_proj.weight"],
+    "down_bias": ["mlp.down_proj.bias"],
+    "qkv": [f"self_attn.{part}_proj.weight" for part in "qkv"],
+    "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "qkv_bias": [f"self_attn.{part}_proj.bias" for part in "qkv"],
+    "gate_up_bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+}
 
 
 @dataclass(frozen=True)
@@ -92,35 +106,14 @@ def checkpoint_views(facts: ModelFacts, weights: ModelWeights) -> dict[str, Tens
     """The tensors of a Hugging Face checkpoint by name, as views of `weights` (packed ones too)."""
     views = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
     if not facts.tied_embeddings:
-        views["lm_head.weight"] = weights.lm_head
-
+        views[_HEAD] = weights.lm_head
     for i, layer in enumerate(weights.layers):
-        at = f"model.layers.{i}."
-        views.update((at + name, view) for name, view in _layer_views(facts, layer).items())
-    return views
-
-
-def _layer_views(facts: ModelFacts, layer: LayerWeights) -> dict[str, Tensor]:
-    tensors = {
-        "input_layernorm.weight": layer.attn_norm,
-        "self_attn.q_norm.weight": layer.q_norm,
-        "self_attn.k_norm.weight": layer.k_norm,
-        "self_attn.o_proj.weight": layer.o,
-        "self_attn.o_proj.bias": layer.o_bias,
-        "post_attention_layernorm.weight": layer.mlp_norm,
-        "mlp.down_proj.weight": layer.down,
-        "mlp.down_proj.bias": layer.down_bias,
-    }
-    views = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for kind, qkv, gate_up in (
-        ("weight", layer.qkv, layer.gate_up),
-        ("bias", layer.qkv_bias, layer.gate_up_bias),
-    ):
-        if qkv is not None:
-            for name, part in zip("qkv", qkv.split_with_sizes(facts.qkv_sizes), strict=True):
-                views[f"self_attn.{name}_proj.{kind}"] = part
-        if gate_up is not None:
-            views[f"mlp.gate_proj.{kind}"], views[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
+        for field, names in _LAYER.items():
+            packed = getattr(layer, field)
+            if packed is not None:
+                sizes = facts.qkv_sizes if len(names) == 3 else len(packed) // len(names)
+                for name, view in zip(names, packed.split(sizes), strict=True):
+                    views[f"model.layers.{i}.{name}"] = view
     return views
 
 
@@ -129,10 +122,8 @@ def random_weights(facts: ModelFacts, device: torch.device | str, seed: int) -> 
     weights = allocate(facts, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, view in checkpoint_views(facts, weights).items():
-        if name.endswith("norm.weight"):
-            view.normal_(1.0, 0.1, generator=generator)
-        else:
-            view.normal_(0.0, 0.02, generator=generator)
+        mean, deviation = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, 0.02)
+        view.normal_(mean, deviation, generator=generator)
     return weights
 
 
@@ -148,138 +139,91 @@ def read_weights(
     skipped, and so is an `lm_head.weight` that repeats tied embeddings. Raises UserError with file
     and tensor for anything that is missing, superfluous, misshapen or unreadable.
     """
-    shapes = checkpoint_views(facts, allocate(facts, "meta"))
-    plan = _survey(directory, shapes, facts.tied_embeddings)
-    weights = allocate(facts, device)
+    files = _files(directory)
+    _check(directory, files, checkpoint_views(facts, allocate(facts, "meta")), facts)
+    weights, head = allocate(facts, device), None
     views = checkpoint_views(facts, weights)
     num_bytes, total_bytes = 0, sum(view.nbytes for view in views.values())
-    for path, names in plan.items():
+    for path, names in files.items():
         with _opened(path) as shard:
             for name in names:
-                if name not in views:
-                    continue
-                views[name].copy_(shard.get_tensor(name))
-                num_bytes += views[name].nbytes
-                if progress is not None:
-                    progress(num_bytes, total_bytes)
-    if facts.tied_embeddings:
-        _check_redundant_head(plan, weights.embed)
+                if name in views:
+                    views[name].copy_(shard.get_tensor(name))
+                    num_bytes += views[name].nbytes
+                    if progress is not None:
+                        progress(num_bytes, total_bytes)
+                elif name == _HEAD:
+                    head = shard.get_tensor(name)
+    # transformers would silently untie them.
+    if head is not None and not torch.equal(head.to(weights.embed), weights.embed):
+        raise UserError(
+            f"{_HEAD} of {directory} differs from the embeddings although the config field "
+            "tie_word_embeddings is true; set it to false."
+        )
     return weights
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """`safe_open` whose failures are sentences."""
+    """`safe_open` whose failures, of opening and of reading, are sentences."""
     opener: Any = safe_open  # the package has no types
-    if not path.is_file():
-        raise UserError(f"{path} is missing; download the checkpoint again.")
     try:
-        file = opener(path, framework="pt", device="cpu")
+        with opener(path, framework="pt", device="cpu") as shard:
+            yield shard
     except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.is_file() else 0
         raise UserError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file ({error}); "
-            "download it again."
+            f"{path} ({size} bytes) is missing, truncated or no safetensors file "
+            f"({reason(error)}); download it again."
         ) from error
-    with file as shard:
-        yield shard
 
 
-def _survey(directory: Path, shapes: dict[str, Tensor], tied: bool) -> dict[Path, list[str]]:
-    """Every file to read with the tensors in it, checked against what the decoder needs."""
-    shards = _shards(directory)
-    plan: dict[Path, list[str]] = {}
-    missing = dict.fromkeys(shapes)
-    for path, listed in shards.items():
-        with _opened(path) as shard:
-            names = plan[path] = [str(name) for name in shard.keys()]
-            if listed is not None and (strays := listed.symmetric_difference(names)):
-                raise UserError(
-                    f"{path} and {_INDEX} disagree about {_some(strays)}; download both again."
-                )
-            _check_names(path, names, shapes, tied)
-            for name in names:
-                if name in shapes:
-                    _check_shape(path, name, shard.get_slice(name).get_shape(), shapes[name])
-                    del missing[name]
-    if missing:
-        where = path if len(shards) == 1 else directory / _INDEX
-        raise UserError(
-            f"{where} lacks {_some(missing)}, which its config.json asks for; "
-            "check that both are of one model."
-        )
-    return plan
-
-
-def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files with the tensors that the index lists for each; None without index."""
-    if (directory / _SINGLE).is_file():
-        return {directory / _SINGLE: None}
-    index = directory / _INDEX
+def _files(directory: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a directory, each with the names of its tensors."""
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.is_file():
+        with _opened(single) as file:
+            return {single: [str(name) for name in file.keys()]}
     if not index.is_file():
-        raise UserError(_no_safetensors(directory))
+        raise UserError(
+            f"{directory} has neither {_SINGLE} nor {_INDEX}; give a directory that has one of "
+            "them (pickles such as pytorch_model.bin can run code and are never loaded: convert)."
+        )
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        shards: dict[Path, set[str] | None] = {}
-        for file in sorted(set(weight_map.values())):
-            shards[directory / file] = {name for name in weight_map if weight_map[name] == file}
+        files: dict[Path, list[str]] = {directory / file: [] for file in weight_map.values()}
+        for name, file in weight_map.items():
+            files[directory / file].append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{index} is no index of safetensors files ({type(error).__name__}: {error}); "
-            "download it again."
+            f"{index} is no index of safetensors files ({reason(error)}); download it again."
         ) from error
-    for path in sorted(directory.iterdir()):
-        if _SHARD.fullmatch(path.name) and path not in shards:
+    return files
+
+
+def _check(
+    directory: Path, files: dict[Path, list[str]], wanted: dict[str, Tensor], facts: ModelFacts
+) -> None:
+    """Refuse names and shapes that are not those which config.json asks for."""
+    found = {name for names in files.values() for name in names}
+    extra = {name for name in found.difference(wanted) if not name.endswith("rotary_emb.inv_freq")}
+    if facts.tied_embeddings:
+        extra.discard(_HEAD)
+    for what, differing in (("holds", extra), ("lacks", set(wanted) - found)):
+        if differing:
             raise UserError(
-                f"{path} is a shard that {_INDEX} does not name; remove it, or restore the index "
-                "that goes with it."
+                f"{directory} {what} {_some(differing)}, unlike the decoder of its config.json; "
+                "check that both are of one model."
             )
-    return shards
-
-
-def _no_safetensors(directory: Path) -> str:
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLES)
-    if pickles:
-        return (
-            f"{directory} has its weights in {pickles[0]}, a pickle, which can run code and is "
-            "never loaded; convert it to safetensors."
-        )
-    return f"{directory} has neither {_SINGLE} nor {_INDEX}; give a directory that has one of them."
-
-
-def _check_names(path: Path, names: list[str], shapes: dict[str, Tensor], tied: bool) -> None:
-    extra = [
-        name
-        for name in names
-        if name not in shapes
-        and not name.endswith("rotary_emb.inv_freq")
-        and not (tied and name == "lm_head.weight")
-    ]
-    if extra:
-        raise UserError(
-            f"{path} holds {_some(extra)}, which the decoder of its config.json does not have; "
-            "check that both are of one model."
-        )
-
-
-def _check_shape(path: Path, name: str, shape: list[int], wanted: Tensor) -> None:
-    if tuple(shape) != wanted.shape:
-        raise UserError(
-            f"{path}: {name} is {list(shape)} where config.json asks for {list(wanted.shape)}; "
-            "check that both are of one model."
-        )
-
-
-def _check_redundant_head(plan: dict[Path, list[str]], embed: Tensor) -> None:
-    """Refuse a head that differs from tied embeddings: transformers would silently untie them."""
-    for path, names in plan.items():
-        if "lm_head.weight" in names:
-            with _opened(path) as shard:
-                head = shard.get_tensor("lm_head.weight")
-            if head.shape != embed.shape or not torch.equal(head.to(embed), embed):
-                raise UserError(
-                    f"{path}: lm_head.weight differs from the embeddings although the config field "
-                    "tie_word_embeddings is true; set it to false."
-                )
+    for path, names in files.items():
+        with _opened(path) as shard:
+            for name in wanted.keys() & names:
+                shape = shard.get_slice(name).get_shape()
+                if tuple(shape) != wanted[name].shape:
+                    raise UserError(
+                        f"{path}: {name} is {shape} where config.json asks for "
+                        f"{list(wanted[name].shape)}; check that both are of one model."
+                    )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -35,6 +35,9 @@ def outweigh_register_graphs(register: Register) -> None:
 @hookimpl
 def outweigh_register_sched(register: Register) -> None:
     register("fifo", "plugins.sched.fifo:Fifo")
+    register("shortest", "plugins.sched.shortest:Shortest")
+    register("aging", "plugins.sched.aging:Aging")
+    register("priority", "plugins.sched.priority:Priority")
 
 
 @hookimpl

@@ -1,7 +1,8 @@
 """Options and marks of the suite, and the makers of third-party plugins that several tests use.
 
 `gpu` tests are skipped, with the reason in the summary, where torch sees no CUDA device; `real`
-tests without `--models DIR`. Nothing here or in the tests reaches a network.
+tests without `--models DIR`, some of them without `--texts DIR` too. Nothing here or in the tests
+reaches a network.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="folder with real models, one a sub-folder, for the tests marked `real`",
     )
+    parser.addoption(
+        "--texts",
+        metavar="DIR",
+        help="folder of sub-folders with long .txt documents, for `real` tests of quality",
+    )
 
 
 def pytest_configure(config):
-    models = config.getoption("--models")
-    if models and not Path(models).is_dir():
-        raise pytest.UsageError(f"--models {models} is not a folder")
+    for option in ("--models", "--texts"):
+        folder = config.getoption(option)
+        if folder and not Path(folder).is_dir():
+            raise pytest.UsageError(f"{option} {folder} is not a folder")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +63,15 @@ def _sees_cuda():
 def models_dir(request):
     """The folder given by --models, for tests marked `real`."""
     return Path(request.config.getoption("--models"))
+
+
+@pytest.fixture(scope="session")
+def texts_dir(request):
+    """The folder given by --texts; a test that asks for it is skipped without."""
+    texts = request.config.getoption("--texts")
+    if not texts:
+        pytest.skip("real: needs --texts DIR")
+    return Path(texts)
 
 
 @pytest.fixture

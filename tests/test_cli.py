@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from core.config import RunConfig
 from core.errors import RunError, UserError
 from core.plan import resolve
 from core.registry import Registry
+from core.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,10 +55,18 @@ class Event:
     output: Output | None = None
 
 
+class Chatty(ByteTokenizer):
+    """The bytes of a text, its first letter left out, are its chat; letter x has no template."""
+
+    def chat(self, text):
+        return None if text == "x" else list(text.encode())[1:]
+
+
 class FakeEngine:
     """Composes like the real one, then answers each prompt in capitals, the last one first."""
 
     built = None
+    tokenizer = ByteTokenizer()
 
     def __init__(self, progress=None, **fields):
         registry = Registry(fields.get("plugins", ()))
@@ -66,11 +75,12 @@ class FakeEngine:
         self.notes = ["nothing here is real"]
         self.progress = progress
         self.requests = []
+        self.params = []
         self.closed = False
         FakeEngine.built = self
 
     def add_request(self, prompt, params=None, request_id=None):
-        self.params = params
+        self.params.append(params)
         self.requests.append((f"r{len(self.requests)}", prompt))
         return self.requests[-1][0]
 
@@ -84,13 +94,13 @@ class FakeEngine:
             return [Event(request_id, "", failed)]
         if prompt == "interrupt":
             raise KeyboardInterrupt
-        text = prompt.upper()
+        text = (prompt if isinstance(prompt, str) else bytes(prompt).decode()).upper()
         events = [Event(request_id, letter) for letter in text[:-1]]
         return [*events, Event(request_id, text[-1:], Output(request_id, prompt, text))]
 
     def report(self):
         print("a library that prints")
-        return {"counters": {"num_steps": 3}, "config": {"again": True}}
+        return {**self.plan.dump(), "counters": {"num_steps": 3}}
 
     def __enter__(self):
         return self
@@ -131,15 +141,15 @@ def refused(result):
 
 def test_one_prompt_streams_to_stdout_and_the_rest_to_stderr(fake, outweigh):
     code, out, err = outweigh("run", "hello", "--device", "cpu")
-    assert (code, out) == (0, "HELLO\na library that prints\n")
-    assert err.startswith("outweigh: note: nothing here is real\n")
+    assert (code, out) == (0, "HELLO\n")
+    assert err.startswith("outweigh: note: nothing here is real\na library that prints\n")
     assert err.endswith("kv=paged fusion=none graphs=none sched=fifo device=cpu dtype=float32\n")
+    assert all(heading in err for heading in ("TTFT ms", "ITL ms", "tok/s"))
     row = next(line for line in err.splitlines() if "r0" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == (
-        ["r0", "3", "1", "2", "12.3", "-", "nan", "length"]
+        ["r0", "3", "1", "2", "12.34", "-", "nan", "length"]
     )
     assert FakeEngine.built.closed
-    assert FakeEngine.built.progress is None  # stderr is no terminal
 
 
 def test_several_prompts_are_printed_in_their_order(fake, outweigh, tmp_path):
@@ -147,14 +157,66 @@ def test_several_prompts_are_printed_in_their_order(fake, outweigh, tmp_path):
     file.write_text("two\n\nthree\n")
     code, out, _ = outweigh("run", "zero", "--device=cpu", "one", "--prompt-file", str(file))
     assert code == 0
-    assert out.splitlines()[:4] == ["ZERO", "ONE", "TWO", "THREE"]
+    assert out.splitlines() == ["ZERO", "ONE", "TWO", "THREE"]
 
 
 def test_the_prompt_may_come_through_a_pipe(fake, outweigh, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert outweigh("run", "--device", "cpu")[1].startswith("TWO\nLINES\n")
+    assert outweigh("run", "--device", "cpu")[1] == "TWO\nLINES\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-    assert outweigh("run", "--device", "cpu", "--prompt-file", "-")[1].startswith("A\nB\n")
+    assert outweigh("run", "--device", "cpu", "--prompt-file", "-")[1] == "A\nB\n"
+
+
+def test_a_jsonl_file_has_requests_of_their_own(fake, outweigh, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "two\u2028", "max_tokens": 9, "stop": ["a", "b"]},
+        {"prompt_token_ids": [104, 105], "seed": 5},
+    ]
+    file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    argv = ["one", "--prompt-file", str(file), "--device=cpu", "--max-tokens=3", "--top-k=4"]
+    code, out, _ = outweigh("run", *argv, "-o", "json")
+    assert code == 0
+    assert [r["prompt"] for r in json.loads(out)["results"]] == ["one", "two\u2028", [104, 105]]
+    assert FakeEngine.built.params == [
+        core.SamplingParams(max_tokens=3, top_k=4),
+        core.SamplingParams(max_tokens=9, top_k=4, stop=("a", "b")),
+        core.SamplingParams(max_tokens=3, top_k=4, seed=5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "is no JSON object (Expecting property name"),
+        ("[1]", "is no JSON object"),
+        ("{}", "needs either prompt, a string, or prompt_token_ids, a list of ids"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "needs either prompt"),
+        ('{"prompt": 3}', "needs either prompt"),
+        ('{"prompt_token_ids": [1, "2"]}', "needs either prompt"),
+        ('{"prompt": "a", "temperatur": 1}', ": there is no sampling parameter 'temperatur'; did"),
+        ('{"prompt": "a", "top_p": 2}', ": top_p is 2: give a number"),
+    ],
+)
+def test_a_wrong_line_is_named(outweigh, tmp_path, line, reason):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line)
+    sentence = refused(outweigh("run", "--prompt-file", str(file), "--device", "cpu"))
+    assert f"line 2 of {file}" in sentence
+    assert reason in sentence
+
+
+def test_prompts_stand_in_the_chat_template_where_there_is_one(fake, outweigh, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "tokenizer", Chatty())
+    code, out, err = outweigh("run", "xhello", "x", "--device=cpu")
+    assert (code, out) == (0, "HELLO\nX\n")
+    assert "note: prompts stand in the model's chat template: --no-chat-template" in err
+    code, out, err = outweigh("run", "xhello", "--device=cpu", "--no-chat-template")
+    assert (code, out) == (0, "XHELLO\n")
+    assert "chat" not in err
+    document = json.loads(outweigh("run", "xhello", "--device=cpu", "-o", "json")[1])
+    assert document["results"][0]["prompt"] == "xhello"
+    assert document["results"][0]["text"] == "HELLO"
 
 
 def test_quiet_leaves_stderr_empty(fake, outweigh):
@@ -164,10 +226,14 @@ def test_quiet_leaves_stderr_empty(fake, outweigh):
 
 def test_sampling_flags_reach_the_engine_and_only_if_given(fake, outweigh):
     outweigh("run", "x", "--device", "cpu")
-    assert FakeEngine.built.params == core.SamplingParams()
-    outweigh("run", "x", "--device=cpu", "--max-tokens=5", "--temperature=0.5", "--ignore-eos")
-    expected = core.SamplingParams(max_tokens=5, temperature=0.5, ignore_eos=True)
-    assert FakeEngine.built.params == expected
+    assert FakeEngine.built.params == [core.SamplingParams()]
+    argv = "--max-tokens 5 --temperature=0.5 --ignore-eos --stop END --stop 2 --stop-token-ids 7"
+    outweigh("run", "x", "--device=cpu", *argv.split())
+    assert FakeEngine.built.params == [
+        core.SamplingParams(
+            max_tokens=5, temperature=0.5, ignore_eos=True, stop=("END", "2"), stop_token_ids=(7,)
+        )
+    ]
 
 
 def test_every_flag_of_the_run_reaches_its_field(fake, outweigh, tmp_path):
@@ -176,7 +242,7 @@ def test_every_flag_of_the_run_reaches_its_field(fake, outweigh, tmp_path):
     argv = """run x --model m --kv contiguous --fusion none --graphs none --sched fifo --device cpu
         --dtype bfloat16 --seed 7 --max-model-len 99 --max-num-seqs 4 --max-num-batched-tokens 64
         --chunk-size 8 --kv-cache-bytes 1.5MiB --gpu-memory-utilization 0.5
-        --no-enable-prefix-caching"""
+        --no-enable-prefix-caching --overlap"""
     assert outweigh(*argv.split(), "-p", str(file))[0] == 0
     assert FakeEngine.built.config == RunConfig(
         model="m",
@@ -195,7 +261,7 @@ def test_every_flag_of_the_run_reaches_its_field(fake, outweigh, tmp_path):
         gpu_memory_utilization=0.5,
         enable_prefix_caching=False,
         plugins=(str(file),),
-        overlap=False,
+        overlap=True,
     )
 
 
@@ -221,12 +287,48 @@ def test_json_is_one_document_alone_on_stdout(fake, outweigh, tmp_path):
     assert document["config"]["device"] == "cpu"
     assert document["offers"]["kv"]["name"] == "paged"
     assert document["versions"]["outweigh"] == core.__version__
-    assert document["report"] == {"counters": {"num_steps": 3}, "watched": True}
+    assert (document["counters"], document["watched"]) == ({"num_steps": 3}, True)
+    assert document["notes"] == ["nothing here is real"]
     assert "a library that prints" in err
 
 
+def test_a_run_is_repeated_from_its_document(fake, outweigh, tmp_path):
+    first = ["--seed=7", "--sched=fifo", "--max-num-seqs=3", "--set", "kv.block_size=32"]
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("def outweigh_run_finished(report): pass")
+    document = outweigh("run", "x", "--device=cpu", *first, "-o", "json", "-p", str(plugin))[1]
+    config, offers = FakeEngine.built.config, FakeEngine.built.plan.dump()["offers"]
+    assert offers["kv"]["settings"]["block_size"] == 32
+    file = tmp_path / "run.json"
+    for content in (document, json.dumps(json.loads(document)["config"])):
+        file.write_text(content)
+        assert outweigh("run", "x", "--config", str(file))[0] == 0
+        assert FakeEngine.built.config == config
+        assert FakeEngine.built.plan.dump()["offers"] == offers
+    outweigh("run", "x", "--config", str(file), "--seed=8", "--set", "kv.block_size=64")
+    assert FakeEngine.built.config.seed == 8
+    assert FakeEngine.built.config.max_num_seqs == 3
+    assert FakeEngine.built.plan.kv.config.block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "is no config (Expecting property name"),
+        ("[1]", "is no config"),
+        ('{"config": 3}', "is no config"),
+        ('{"max_num_seq": 3}', "has no option 'max_num_seq'; did you mean max_num_seqs?"),
+        ('{"config": {"seed": -1}}', "refuses seed=-1: input should be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_config_file_is_named(outweigh, tmp_path, content, reason):
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    assert f"{file} {reason}" in refused(outweigh("run", "x", "--config", str(file)))
+
+
 def test_list_as_json(outweigh):
-    rows = json.loads(outweigh("list", "-o", "json")[1])
+    rows = json.loads(outweigh("list", "-o", "json")[1])["offers"]
     paged = next(row for row in rows if (row["seam"], row["name"]) == ("kv", "paged"))
     assert (paged["owner"], paged["state"]) == (f"outweigh {core.__version__}", "ok")
 
@@ -267,13 +369,59 @@ def test_show_tells_facts_options_and_where_it_stands(outweigh):
     assert "kv.block_size" in out
     shown = json.loads(outweigh("run", "--show", "kv", "paged", "-o", "json")[1])
     assert shown["facts"]["lossless"] is True
-    assert {"name", "type", "default", "description"} == set(shown["options"][0])
+    option = next(row for row in shown["options"] if row["name"] == "kv.block_size")
+    assert (option["type"], option["default"]) == ("int", "16")
+    assert option["description"]
 
 
-def test_help_names_the_offers_and_version_the_version(capsys):
+def test_env_says_what_runs_here_and_why_not(outweigh):
+    assert outweigh("env", "--device", "cpu")[0] == 0
+    found = json.loads(outweigh("env", "--device=cpu", "-o", "json")[1])
+    assert found["versions"]["torch"] == torch.__version__
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    states = {(row["seam"], row["name"]): row["state"] for row in found["offers"]}
+    assert states["kv", "paged"] == "ok"
+    assert states["graphs", "full"].startswith("does not run here: graphs 'full' captures CUDA")
+
+
+def test_env_tells_of_gpus(outweigh, monkeypatch):
+    from types import SimpleNamespace
+
+    gpu = SimpleNamespace(name="H9000", total_memory=3 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    code, out, _ = outweigh("env")
+    assert code == 0
+    row = next(line for line in out.splitlines() if "H9000" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["H9000", "3.00"]
+    cuda = {line.split("│")[2].strip(): line for line in out.splitlines() if "│ graphs" in line}
+    assert "│ ok" in cuda["full"]
+
+
+def test_a_dry_run_shows_the_plan_and_builds_nothing(outweigh, monkeypatch):
+    monkeypatch.delitem(vars(core), "Engine", raising=False)
+    argv = ["--dry-run", "--device=cpu", "--set", "kv.block_size=64", "--max-num-seqs=3"]
+    code, out, err = outweigh("run", *argv, "--model", "no/such")
+    assert (code, err) == (0, "")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines()]
+    assert ["max_num_seqs", "3"] in rows
+    assert ["settings", "{'kv.block_size': 64}"] in rows
+    assert ["max_model_len", "-"] in rows
+    assert ["fusion", "none", f"outweigh {core.__version__}"] in [row[:3] for row in rows]
+    plan = json.loads(outweigh("run", *argv, "-o", "json")[1])
+    assert plan["offers"]["kv"]["settings"]["block_size"] == 64
+    assert plan["config"]["max_num_batched_tokens"] == 2048
+    assert "Engine" not in vars(core)
+    assert "did you mean paged" in refused(outweigh("run", "--dry-run", "--kv", "pagd"))
+
+
+def test_help_and_version(capsys):
     for argv, expected in (
-        (["run", "--help"], "kv: contiguous, paged"),
-        (["run", "--help", "-p", "no_such_module"], "'no_such_module' (-p) was not found"),
+        (["run", "--help"], "--top-k X sample from the k likeliest tokens"),
+        (
+            ["run", "--help"],
+            "--max-num-seqs X sequences of one step; auto: 32 on a CPU, 256 on CUDA",
+        ),
         (["run", "--version"], f"outweigh {core.__version__}"),
         (["--version"], f"outweigh {core.__version__}"),
     ):
@@ -284,14 +432,15 @@ def test_help_names_the_offers_and_version_the_version(capsys):
 
 
 def test_the_flags_are_frozen():
-    """Plugins add no flags, and a new one is a decision: options of offers go through --set."""
-    flags = {flag for action in cli._parser("")._actions for flag in action.option_strings}
-    expected = """
-        -h --help --prompt-file --model --kv --fusion --graphs --sched --device --dtype --seed
-        --max-model-len --max-num-seqs --max-num-batched-tokens --chunk-size --kv-cache-bytes
-        --gpu-memory-utilization --enable-prefix-caching --no-enable-prefix-caching --set -p
-        --max-tokens --temperature --ignore-eos -o --output --list --show --quiet --version"""
-    assert flags == set(expected.split())
+    """One for each field of the run and of sampling. Plugins add none, and a new one beside these
+    is a decision: options of offers go through --set."""
+    named = set(RunConfig.model_fields) | {f.name for f in fields(core.SamplingParams)}
+    named = {"--" + name.replace("_", "-") for name in named - {"settings", "plugins"}}
+    switches = ("enable-prefix-caching", "enable-chunked-prefill", "overlap")
+    others = """-h --help --prompt-file --config --set -p --no-chat-template -o --output --quiet
+        --list --show --env --dry-run --version"""
+    flags = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    assert flags == named | {f"--no-{name}" for name in switches} | set(others.split())
 
 
 # What a user gets wrong
@@ -303,8 +452,11 @@ BAD_INPUT = {
     "unknown seam": (["--set", "kw.block_size=3"], "did you mean kv?"),
     "no value": (["--set", "kv.block_size"], "--set takes SEAM.FIELD=VALUE"),
     "ill-typed option": (["--set", "kv.block_size=abc"], "refuses kv.block_size='abc'"),
-    "missing module": (["-p", "no_such_module"], "'no_such_module' (-p) was not found"),
-    "missing file": (["-p", "no/such.py"], "'no/such.py' (-p) does not exist"),
+    "missing module": (
+        ["-p", "no_such_module"],
+        "'no_such_module' cannot be used: ModuleNotFoundError",
+    ),
+    "missing file": (["-p", "no/such.py"], "'no/such.py' cannot be used: FileNotFoundError"),
     "missing block": (["-p", "no:such"], "-p no:such blocks nothing"),
     "veto": (["--graphs", "full"], "captures CUDA graphs and the device is cpu"),
     "no such device": (["--device", "tpu"], "there is no device 'tpu'"),
@@ -313,7 +465,7 @@ BAD_INPUT = {
     "unknown dtype": (["--dtype", "int4"], "refuses dtype='int4'"),
     "bytes": (
         ["--kv-cache-bytes", "2 apples"],
-        "refuses kv_cache_bytes='2 apples': write a number",
+        "refuses kv_cache_bytes='2 apples': could not interpret byte unit: apples",
     ),
     "unknown flag": (["--kv-blocks", "3"], "unrecognized arguments: --kv-blocks"),
     "abbreviation": (["--max-num-s", "3"], "unrecognized arguments: --max-num-s"),
@@ -351,21 +503,23 @@ def test_two_plugins_of_one_name(outweigh, make_dist):
 
 def test_no_prompt(outweigh, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert "there is no prompt in stdin" in refused(outweigh("run"))
+    assert "there is no prompt that is not empty" in refused(outweigh("run"))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert "there is no prompt: give one" in refused(outweigh("run"))
+    assert "there is no prompt that is not empty" in refused(outweigh("run"))
+    assert "there is no prompt that is not empty" in refused(outweigh("run", ""))
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
-    assert f"there is no prompt in {empty}" in refused(outweigh("run", "--prompt-file", str(empty)))
+    for name in ("empty.txt", "empty.jsonl"):
+        file = empty.rename(tmp_path / name)
+        assert "there is no prompt" in refused(outweigh("run", "--prompt-file", str(file)))
+        empty = file
     empty.write_bytes(b"\xff\xfe")
     assert "cannot be read as UTF-8 text" in refused(outweigh("run", "--prompt-file", str(empty)))
 
 
-def test_commands(outweigh, monkeypatch):
-    assert "say what to do" in refused(outweigh())
+def test_commands(outweigh):
+    assert "there is no command ''; commands: run, list, env" in refused(outweigh())
     assert "there is no command 'lst'; did you mean list?" in refused(outweigh("lst"))
-    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "dream": "not written"})
-    assert "does not have the command 'dream' yet" in refused(outweigh("dream"))
     code, out, err = outweigh("--help")
     assert (code, err) == (0, "")
     assert "usage: outweigh COMMAND" in out
@@ -401,8 +555,6 @@ def test_an_interrupt_is_exit_code_130(fake, outweigh):
     [
         (UserError("mend\nthis"), 2),
         (RunError("mend\nthis"), 1),
-        (MemoryError("mend this"), 1),
-        (torch.OutOfMemoryError("mend this"), 1),
     ],
 )
 def test_errors_have_an_exit_code_and_no_traceback_unless_asked(capsys, monkeypatch, error, code):
@@ -431,13 +583,11 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_drawn_on_a_terminal_only():
-    with show.progress_bar(io.StringIO()) as progress:
-        assert progress is None
-    screen = Terminal()
-    with show.progress_bar(screen) as progress:
-        progress("capture", 1, 3)
-        progress("capture", 3, 3)
-    assert "capture" in screen.getvalue()
+    for screen in (io.StringIO(), Terminal()):
+        with show.progress_bar(screen) as progress:
+            progress("capture", 1, 3)
+            progress("capture", 3, 3)
+        assert ("capture" in screen.getvalue()) == screen.isatty()
 
 
 def test_brackets_in_a_table_are_text():

@@ -12,10 +12,9 @@ from pydantic import Field, ValidationError, field_validator
 from core.config import (
     OfferConfig,
     RunConfig,
-    offer_config,
-    options,
     parse_setting,
     settings_by_seam,
+    validated,
     versions,
 )
 from core.errors import RunError, UserError
@@ -40,6 +39,10 @@ class Needy(OfferConfig):
     path: str
 
 
+def offer_config(schema, settings):
+    return validated(schema, settings, "kv 'x'", "kv.")
+
+
 class Sched:
     api = 1
     rekey = "never"
@@ -61,18 +64,17 @@ class Sched:
 
 
 def plan(*plugins, **fields):
-    return resolve(RunConfig.of(**fields), Registry(plugins, environ={"OUTWEIGH_PLUGINS": ""}))
+    return resolve(RunConfig.of(**fields), Registry(plugins))
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 # --set
@@ -110,7 +112,8 @@ def test_settings_go_to_their_seam():
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"), [("graph.a", "did you mean graphs"), ("zz.a", "kv, fusion"), ("kv", "kv, fus")]
+    ("key", "hint"),
+    [("graph.a", "did you mean graphs"), ("zz.a", "kv, fusion"), ("kv", "did you mean kv")],
 )
 def test_a_setting_of_no_seam(key, hint):
     with pytest.raises(UserError, match=f"the setting '{key}' names no option of a seam.*{hint}"):
@@ -121,7 +124,7 @@ def test_a_setting_of_no_seam(key, hint):
 
 
 def test_options_are_converted_where_nothing_is_lost():
-    made = offer_config("kv", "x", Options, {"block_size": "32", "name": 7})
+    made = offer_config(Options, {"block_size": "32", "name": 7})
     assert made == Options(block_size=32, name="7")
 
 
@@ -142,35 +145,24 @@ def test_options_are_converted_where_nothing_is_lost():
 )
 def test_a_wrong_option_is_one_sentence(settings, message):
     with pytest.raises(UserError) as caught:
-        offer_config("kv", "x", Options, settings)
+        offer_config(Options, settings)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
 def test_all_wrong_options_are_named():
     with pytest.raises(UserError, match="kv.mode='m'.*; kv 'x' has no option 'q'"):
-        offer_config("kv", "x", Options, {"mode": "m", "q": 1})
+        offer_config(Options, {"mode": "m", "q": 1})
 
 
 def test_a_required_option_is_asked_for():
     with pytest.raises(UserError, match=r"^kv 'x' needs kv\.path$"):
-        offer_config("kv", "x", Needy, {})
+        offer_config(Needy, {})
 
 
 def test_options_are_frozen():
     with pytest.raises(ValidationError):
         Options().block_size = 3
-
-
-def test_options_are_described_for_people():
-    assert options(Options)[0] == {
-        "name": "block_size",
-        "type": "int",
-        "default": "16",
-        "description": "tokens of a block",
-    }
-    assert options(Options)[2]["type"] == "str | None"
-    assert options(Needy)[0]["default"] == "(required)"
 
 
 # RunConfig
@@ -210,7 +202,7 @@ def test_byte_counts(text, expected):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2XiB", "1e3", "2iB"])
 def test_what_is_no_byte_count(text):
-    with pytest.raises(UserError, match="kv_cache_bytes=.*: write a number of bytes as 4096"):
+    with pytest.raises(UserError, match="kv_cache_bytes=.*: could not (parse|interpret)"):
         RunConfig.of(kv_cache_bytes=text)
 
 
@@ -263,19 +255,17 @@ def test_a_default_gives_way_to_the_limit_that_was_given(no_gpu):
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU"])
 def test_an_unknown_device(no_gpu, device):
-    with pytest.raises(
-        UserError, match=f"there is no device '{device}': choose cpu, cuda or cuda:N"
-    ):
+    with pytest.raises(UserError, match=f"there is no device '{device}'.* choose one of cpu$"):
         plan(device=device)
 
 
 def test_a_device_that_is_not_there(no_gpu):
-    with pytest.raises(UserError, match="'cuda' was asked for and torch .* sees 0 CUDA devices"):
+    with pytest.raises(UserError, match="no device 'cuda', torch .* sees 0 CUDA devices"):
         plan(device="cuda")
 
 
 def test_a_gpu_beyond_the_last(two_gpus):
-    with pytest.raises(UserError, match="'cuda:2' was asked for and torch .* sees 2 CUDA devices"):
+    with pytest.raises(UserError, match="sees 2 CUDA .* choose one of cpu, cuda, cuda:0, cuda:1"):
         plan(device="cuda:2")
 
 
@@ -354,7 +344,7 @@ def test_fusion_triton_needs_cuda_or_the_interpreter(no_gpu, monkeypatch):
 
 def kv_with(**facts):
     """The contiguous kv with other facts."""
-    offer = Registry(environ={"OUTWEIGH_PLUGINS": ""}).find("kv", "contiguous").load()
+    offer = Registry().find("kv", "contiguous").load()
     return type("Odd", (offer,), facts)
 
 
@@ -376,8 +366,8 @@ def test_all_vetoes_are_shown_together(no_gpu, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     file = tmp_path / "strict.py"
     file.write_text("def outweigh_check_combination(plan): return ['seed 0 is too plain: try 1']")
-    with pytest.raises(UserError, match="^3 things speak against this combination: ") as caught:
+    with pytest.raises(
+        UserError, match="^graphs 'full'.*; moreover, fusion 't.*; moreover, seed 0"
+    ) as caught:
         plan(str(file), graphs="full", fusion="triton")
-    text = str(caught.value)
-    assert text.index("(1) graphs 'full'") < text.index("(2) fusion") < text.index("(3) seed 0")
-    assert f"try 1 ({file})" in text
+    assert f"try 1 ({file})" in str(caught.value)

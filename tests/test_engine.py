@@ -248,7 +248,8 @@ def test_sampling_depends_on_seed_and_position_alone(checkpoints):
 
 
 def test_sampled_frequencies_follow_the_softmax():
-    from core.sampling import gumbel_scores, sample_keys, seed_state
+    from core.sampler import gumbel_scores
+    from core.sampling import sample_keys, seed_state
 
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
     n = 40_000

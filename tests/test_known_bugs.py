@@ -70,6 +70,20 @@ def test_an_impossible_request_does_not_block_the_queue(model):
         assert run(e)[0] == ["small"]
 
 
+def test_a_short_prompt_behind_a_long_one(model):
+    """vLLM #21495: 160 tokens, a budget of 16, and 3 tokens one step later."""
+    with engine(model, max_num_batched_tokens=16, sched="shortest") as e:
+        e.add_request(tokens(160), greedy(1), "long")
+        e.step()
+        e.add_request(tokens(3), greedy(1), "short")
+        for _ in range(2):
+            ended = [event.request_id for event in e.step() if event.output]
+            if ended:
+                break
+        assert ended == ["short"]
+        assert run(e)[0] == ["long"]
+
+
 def test_max_model_len_ends_a_request(model):
     """vLLM #8068, nano-vllm: tables written beyond their width."""
     with engine(model, max_model_len=16) as e:

@@ -30,7 +30,7 @@ def refusal(model: str | Path) -> str:
     with pytest.raises(UserError) as caught:
         load(model)
     sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith(".") and ";" in sentence
+    assert "\n" not in sentence and ";" in sentence
     return sentence
 
 
@@ -165,7 +165,7 @@ def test_an_lm_head_that_is_not_the_tied_embedding(qwen2: Path) -> None:
         ),
     )
     sentence = refusal(qwen2)
-    assert "lm_head.weight" in sentence and "tie_word_embeddings" in sentence and SINGLE in sentence
+    assert f"lm_head.weight of {qwen2} differs" in sentence and "tie_word_embeddings" in sentence
 
 
 @pytest.mark.parametrize("left", [0.0, 1e-5, 0.01, 0.5, 0.999])
@@ -189,11 +189,11 @@ def test_a_missing_tensor(qwen2: Path, sharded: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     edit_tensors(qwen2 / SINGLE, lambda content: content.pop(name))
     sentence = refusal(qwen2)
-    assert name in sentence and SINGLE in sentence and "lacks" in sentence
-    # More layers asked for than are there: the index is named, and how many tensors.
+    assert f"{qwen2} lacks {name}," in sentence
+    # More layers asked for than are there: how many tensors is told.
     edit_json(sharded / "config.json", num_hidden_layers=3)
     sentence = refusal(sharded)
-    assert "model.layers.2." in sentence and "(and 8 more)" in sentence and INDEX in sentence
+    assert f"{sharded} lacks model.layers.2." in sentence and "(and 8 more)" in sentence
 
 
 def test_a_missing_head_of_an_untied_model(qwen2: Path) -> None:
@@ -214,13 +214,14 @@ def test_superfluous_tensors(qwen2: Path) -> None:
         lambda content: content.update({f"score.{i}": torch.ones(1) for i in range(3)}),
     )
     sentence = refusal(qwen2)
-    assert "score.0 (and 2 more)" in sentence and SINGLE in sentence
+    assert f"{qwen2} holds score.0 (and 2 more)" in sentence
 
 
 def test_a_missing_shard(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
-    assert f"{shard} is missing" in refusal(sharded)
+    assert f"{shard} (0 bytes) is missing" in refusal(sharded)
+    assert "No such file" in refusal(sharded)
 
 
 def test_a_truncated_shard(sharded: Path) -> None:
@@ -229,20 +230,19 @@ def test_a_truncated_shard(sharded: Path) -> None:
     assert str(shard) in refusal(sharded)
 
 
-def test_an_unexpected_shard(sharded: Path) -> None:
-    shard = sorted(sharded.glob("model-*.safetensors"))[0]
-    stray = sharded / "model-00007-of-00009.safetensors"
-    stray.write_bytes(shard.read_bytes())
-    assert stray.name in refusal(sharded)
+def test_a_shard_that_the_index_does_not_name_is_not_read(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "model-00007-of-00009.safetensors").write_text("of another download")
+    assert same(load(sharded), load(save_tiny("llama", tmp_path / "whole")))
 
 
 def test_an_index_that_lies(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     name, other = "model.norm.weight", set(index["weight_map"].values())
-    index["weight_map"][name] = (other - {index["weight_map"][name]}).pop()
+    shard = (other - {index["weight_map"][name]}).pop()
+    index["weight_map"][name] = shard
     (sharded / INDEX).write_text(json.dumps(index))
     sentence = refusal(sharded)
-    assert name in sentence and INDEX in sentence
+    assert str(sharded / shard) in sentence and name in sentence
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
@@ -253,15 +253,14 @@ def test_an_index_that_is_none(text: str, sharded: Path) -> None:
 
 def test_pickles_are_never_read(qwen2: Path) -> None:
     (qwen2 / SINGLE).rename(qwen2 / "pytorch_model.bin")
-    sentence = refusal(qwen2)
-    assert "pytorch_model.bin" in sentence and "safetensors" in sentence
+    assert "pickles such as pytorch_model.bin" in refusal(qwen2)
 
 
 def test_a_directory_without_weights_or_config(qwen2: Path) -> None:
     (qwen2 / SINGLE).unlink()
     assert SINGLE in refusal(qwen2) and INDEX in refusal(qwen2)
     (qwen2 / "config.json").write_text("{'a'")
-    assert "config.json is not valid JSON" in refusal(qwen2)
+    assert "config.json holds no JSON object" in refusal(qwen2)
     (qwen2 / "config.json").write_text("[]")
     assert "config.json holds no JSON object" in refusal(qwen2)
     (qwen2 / "config.json").unlink()
@@ -346,16 +345,16 @@ def test_a_hub_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     "path", ["/no/such/dir", "./absent/model", "../x", "a/b/c", "~/nope", "x/"]
 )
 def test_a_path_that_is_not_there(path: str) -> None:
-    assert refusal(path).startswith(f"No such directory: {path};")
+    assert refusal(path).startswith(f"'{path}' is no directory, no hub id org/name and no random")
 
 
 def test_a_file_is_no_model(qwen2: Path) -> None:
-    assert "is a file" in refusal(qwen2 / SINGLE)
+    assert f"'{qwen2 / SINGLE}' is no directory" in refusal(qwen2 / SINGLE)
 
 
 def test_a_bare_word_gets_a_near_miss() -> None:
     assert "did you mean random:qwen3-0.6b" in refusal("Qwen3-0.6B")
-    assert "neither a directory nor a hub id" in refusal("something-else")
+    assert "give one of these: random:qwen3-0.6b, random:" in refusal("something-else")
 
 
 # -------------------------------------------------------------------------------------- random
@@ -403,7 +402,7 @@ def test_tiny_is_as_promised() -> None:
     ],
 )
 def test_published_shapes_have_the_published_sizes(shape: str, num_parameters: int) -> None:
-    facts = facts_from_config(RANDOM_SHAPES[shape], torch.bfloat16)
+    facts = facts_from_config(RANDOM_SHAPES[f"random:{shape}"], torch.bfloat16)
     views = checkpoint_views(facts, allocate(facts, "meta"))
     assert sum(view.numel() for view in views.values()) == num_parameters
 
@@ -411,4 +410,4 @@ def test_published_shapes_have_the_published_sizes(shape: str, num_parameters: i
 def test_an_unknown_shape_gets_near_misses() -> None:
     sentence = refusal("random:qwen3-0.5b")
     assert "random:qwen3-0.6b" in sentence and "did you mean" in sentence
-    assert "random:tiny" in refusal("random:0.6b")
+    assert "random:qwen3-0.6b" in refusal("random:0.6b")

@@ -82,12 +82,12 @@ class Contiguous:
         slot = self._held[seq]
         assert slot is not None, "only what runs can be saved"
         data = self.storage.save([slot], num_tokens)
-        return Saved(num_tokens, data.nbytes, data)
+        return Saved(num_tokens, sum(plane.nbytes for plane in data), data)
 
     def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
         slot = self._held[seq]
         assert slot is not None, "only what runs can be restored"
-        self.storage.restore([slot], saved.data)
+        self.storage.restore([slot], 0, saved.data)
 
     def usage(self) -> Usage:
         length = self._limits.max_model_len

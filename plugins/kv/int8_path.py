@@ -1,8 +1,9 @@
 """The device half of INT8 in plain torch: any device that torch knows, and the oracle of kernels.
 
-Only the rows that a step reads are dequantised. Keys stay smoothed: queries are multiplied instead,
-T rows and not the whole context. A step reads its own tokens from their codes too, so a token reads
-the same whether it came in one piece, in chunks, by decoding or after a prefix hit.
+Only the rows that a step reads are dequantised. Keys stay smoothed: the queries are multiplied
+instead, T rows and not the whole context, and the shift is left to softmax. A step reads its own
+tokens from their codes too, so a token reads the same in one piece, in chunks, by decoding or after
+a prefix hit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Int8Path(TorchPath):
         super().__init__(facts, storage)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store codes and scales of K / smoothing and V, [T, K, D]; padding in the trash block."""
+        """Store codes and scales of k (smoothed) and v, [T, K, D]; padding in the trash block."""
         assert self._step is not None
         s, written = self._storage, self._step.written
-        smooth_k = k.float() / s.smoothing[layer]
+        smooth_k = (k.float() - s.k_shift[layer]) / s.k_factor[layer]
         for cache, scales, values in ((s.k, s.k_scale, smooth_k), (s.v, s.v_scale, v)):
             codes, scale = quantize(values)
             cache[layer].view(-1, codes.shape[-1]).index_copy_(0, written, codes.flatten(0, 1))
@@ -40,8 +41,8 @@ class Int8Path(TorchPath):
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """Attention of q [T, H, D] over what is stored, [T, H * D]; 0 for padding tokens."""
-        smoothing = self._storage.smoothing[layer]
-        grouped = q.float().unflatten(1, (len(smoothing), -1)) * smoothing[:, None]
+        factor = self._storage.k_factor[layer]
+        grouped = q.float().unflatten(1, (len(factor), -1)) * factor[:, None]
         return super().attend(layer, grouped.flatten(1, 2).to(q.dtype), batch)
 
     def _read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,20 +30,25 @@ _INDEX_BYTES = torch.int32.itemsize
 class Int8Storage(Storage):
     """Codes in `k` and `v`, int8 [L, N, K, B, D] each; `k_scale`, `v_scale` float32 [L, N, K, B].
 
-    What `k` and `k_scale` stand for is K / `smoothing` (float32 [L, K, D]); attention multiplies Q
-    by it instead. `dtype` is that of the values outside.
+    `k` and `k_scale` stand for (K - `k_shift`) / `k_factor`, both float32 [L, K, D]: see
+    plugins.kv.smoothing. `dtype` is that of the values outside.
     """
 
     k_scale: Tensor
     v_scale: Tensor
-    smoothing: Tensor
+    k_shift: Tensor
+    k_factor: Tensor
     dtype: torch.dtype
 
+    def planes(self) -> tuple[Tensor, ...]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
     def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [n, K, D] of positions lo..hi-1 as they are stored, unsmoothed."""
+        """Keys and values [n, K, D] of positions lo..hi-1, dequantised and unsmoothed."""
         k, v, positions = super().gather(slot, layer, lo, hi)
         block, offset = self.blocks(torch.full_like(positions, slot), positions)
-        keys = dequantize(k, self.k_scale[layer][block, :, offset]) * self.smoothing[layer]
+        smooth_k = dequantize(k, self.k_scale[layer][block, :, offset])
+        keys = smooth_k * self.k_factor[layer] + self.k_shift[layer]
         values = dequantize(v, self.v_scale[layer][block, :, offset])
         return keys.to(self.dtype), values.to(self.dtype), positions
 
@@ -56,7 +61,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     scale = wide.abs().amax(-1) / _MAX_CODE
-    step = torch.where(scale > 0, scale, 1.0)
+    step = torch.where(scale > 0, scale, 1.0)  # 0 / 0 has no integer
     return (wide / step[..., None]).round().to(torch.int8), scale
 
 
@@ -89,7 +94,8 @@ def allocate(
         fresh=None,
         k_scale=scales[0],
         v_scale=scales[1],
-        smoothing=torch.ones(facts.num_layers, heads, dim, device=device),
+        k_shift=torch.zeros(facts.num_layers, heads, dim, device=device),
+        k_factor=torch.ones(facts.num_layers, heads, dim, device=device),
         dtype=facts.dtype,
     )
 
@@ -100,7 +106,7 @@ def token_bytes(facts: ModelFacts) -> int:
 
 
 def overhead_bytes(facts: ModelFacts, limits: Limits, table_width: int) -> int:
-    """Bytes beside the blocks: slot map, block tables, smoothing."""
+    """Bytes beside the blocks: slot map, block tables, shift and factor of the keys."""
     tables = (limits.max_num_seqs + 1) * table_width
-    smoothing = facts.num_layers * facts.num_kv_heads * facts.head_dim * _SCALE_BYTES
-    return (limits.max_num_batched_tokens + tables) * _INDEX_BYTES + smoothing
+    num_channels = facts.num_layers * facts.num_kv_heads * facts.head_dim
+    return (limits.max_num_batched_tokens + tables) * _INDEX_BYTES + 2 * num_channels * _SCALE_BYTES

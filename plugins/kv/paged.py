@@ -158,13 +158,13 @@ class Paged:
     def save(self, seq: Sequence, num_tokens: int) -> Saved:
         blocks = self._held[seq].blocks[: self._num_blocks_of(num_tokens)]
         data = self.storage.save(blocks, self.block_size)
-        return Saved(num_tokens, data.nbytes, data)
+        return Saved(num_tokens, sum(plane.nbytes for plane in data), data)
 
     def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
         """Whole shared blocks are left out: they are never written."""
         first, n = num_cached // self.block_size, self._num_blocks_of(saved.num_tokens)
         if first < n:
-            self.storage.restore(self._held[seq].blocks[first:n], saved.data[:, :, first:n])
+            self.storage.restore(self._held[seq].blocks[first:n], first, saved.data)
 
     def usage(self) -> Usage:
         pool, size = self.pool, self.block_size

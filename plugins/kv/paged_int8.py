@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from core.facts import ModelFacts
     from core.seams import KVSink
     from core.weights import LayerWeights
+    from plugins.kv.smoothing import KeyMoments
 
 
 class PagedInt8(Paged):
-    """INT8 codes with a float32 scale for each token, head and of K and V, keys smoothed.
+    """INT8 codes with a float32 scale for each token and head, of K and of V; keys are smoothed.
 
     Plain torch on every device, so far, and it needs the host's view of a step: no graphs.
     """
@@ -33,17 +34,22 @@ class PagedInt8(Paged):
 
     class Config(Paged.Config):
         k_smoothing: Literal["weights", "calibrated", "none"] = Field(
-            "weights", description="where the factors that even out key channels come from"
+            "weights",
+            description="what the factors that even out key channels come from; none: rounded raw",
         )
-        key_stats: str | None = Field(
-            None, description="safetensors file of plugins.kv.smoothing.record_keys, if calibrated"
+        k_shift: bool = Field(
+            True,
+            description="smoothed keys lose the constant of their bias too, which softmax cancels",
+        )
+        key_range: str | None = Field(
+            None, description="file of plugins.kv.smoothing.record_keys, for calibrated smoothing"
         )
 
         @model_validator(mode="after")
-        def _calibrated_has_stats(self) -> Self:
-            if (self.k_smoothing == "calibrated") != (self.key_stats is not None):
+        def _calibrated_by_a_file(self) -> Self:
+            if (self.k_smoothing == "calibrated") != (self.key_range is not None):
                 raise ValueError(
-                    "k_smoothing=calibrated and key_stats=FILE go together; record the file with "
+                    "k_smoothing=calibrated and key_range=FILE go together: record the file with "
                     "plugins.kv.smoothing.record_keys, or choose k_smoothing=weights"
                 )
             return self
@@ -52,7 +58,7 @@ class PagedInt8(Paged):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._expected: list[Tensor] = []  # [K * D] a layer
+        self._moments: list[KeyMoments] = []
 
     def block_bytes(self, facts: ModelFacts) -> int:
         from plugins.kv.int8_storage import token_bytes
@@ -65,17 +71,18 @@ class PagedInt8(Paged):
         return overhead_bytes(facts, limits, num_columns(limits, self.block_size))
 
     def weights(self, layers: Seq[LayerWeights]) -> None:
-        """What the weights say of the size of the keys. Without this call nothing is smoothed."""
-        from plugins.kv.smoothing import expected_keys
+        """What the weights say of the keys. Without this call keys are rounded raw."""
+        from plugins.kv.smoothing import key_moments
 
-        if self.config.k_smoothing == "weights":
-            self._expected = [expected_keys(layer) for layer in layers]
+        if self.config.k_smoothing != "none":
+            self._moments = [key_moments(layer) for layer in layers]
 
     def bind(
         self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device
     ) -> None:
         from plugins.kv.int8_path import Int8Path
         from plugins.kv.int8_storage import allocate
+        from plugins.kv.smoothing import read_range
 
         self.bind_host(facts, limits, kv_cache_bytes)
         self.storage = allocate(
@@ -87,23 +94,28 @@ class PagedInt8(Paged):
             table_width=self.tables.num_columns,
         )
         self.path = Int8Path(facts, self.storage)
-        self._smooth(facts)
+        self._smooth(facts, limits)
+        if self.config.key_range is not None:
+            self.calibrate(read_range(self.config.key_range, facts).to(device))
 
-    def _smooth(self, facts: ModelFacts) -> None:
-        from plugins.kv.smoothing import from_weights, read_stats
+    def _smooth(self, facts: ModelFacts, limits: Limits) -> None:
+        from plugins.kv.smoothing import from_weights, mean_turn, no_turn
 
-        smoothing = self.storage.smoothing
-        for layer, expected in enumerate(self._expected):
-            smoothing[layer] = from_weights(expected.view_as(smoothing[layer]))
-        if self.config.key_stats is not None:
-            self.calibrate(read_stats(self.config.key_stats, facts))
+        if not self._moments:
+            return
+        turn = mean_turn(facts, limits.max_model_len)
+        if not self.config.k_shift:
+            turn = no_turn(turn)
+        for layer, moments in enumerate(self._moments):
+            shift, factor = from_weights(moments, turn, facts.num_kv_heads)
+            self.storage.k_shift[layer], self.storage.k_factor[layer] = shift, factor
 
-    def calibrate(self, key_absmax: Tensor) -> None:
-        """Smooth by the largest |k| of each channel, [L, K, D], in place. For an empty cache only.
+    def calibrate(self, key_range: Tensor) -> None:
+        """Factors by the smallest and largest key of each channel, [2, L, K, D], in place.
 
-        Raises UserError where blocks are held or kept: they were written by other factors.
+        For an empty cache: raises UserError where blocks are held or kept by other factors.
         """
-        from plugins.kv.smoothing import from_stats
+        from plugins.kv.smoothing import from_range
 
         usage = self.usage()
         if usage.num_held or usage.num_cached:
@@ -111,7 +123,7 @@ class PagedInt8(Paged):
                 f"the cache holds {usage.num_held + usage.num_cached} tokens that were written by "
                 "other factors: calibrate before the first request"
             )
-        self.storage.smoothing.copy_(from_stats(key_absmax))
+        self.storage.k_factor.copy_(from_range(key_range, self.storage.k_shift))
 
     def sink(self, layer: int) -> KVSink | None:
         """None: only `write` knows codes and scales."""

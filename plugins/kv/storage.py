@@ -57,27 +57,35 @@ class Storage:
         block, offset = self.blocks(torch.full_like(positions, slot), positions)
         return self.k[layer][block, :, offset], self.v[layer][block, :, offset], positions
 
-    def save(self, blocks: list[int], length: int) -> Tensor:
-        """The first `length` tokens of each block on the host, [2, L, n, K, length, D].
+    def planes(self) -> tuple[Tensor, ...]:
+        """Everything that belongs to a block and moves with it, [L, N, K, B, ...] each."""
+        return self.k, self.v
 
-        On CUDA the copy into pinned memory is in stream order and may still be under way.
+    def save(self, blocks: list[int], length: int) -> tuple[Tensor, ...]:
+        """The first `length` tokens of each block on the host, [L, n, K, length, ...] each plane.
+
+        On CUDA the copies into pinned memory are in stream order and may still be under way.
         """
         index = torch.tensor(blocks, device=self.k.device)
-        found = torch.stack([cache[:, index, :, :length] for cache in (self.k, self.v)])
-        if not found.is_cuda:
-            return found
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        return host.copy_(found, non_blocking=True)
+        return tuple(_to_host(plane[:, index, :, :length]) for plane in self.planes())
 
-    def restore(self, blocks: list[int], host: Tensor) -> None:
-        """Write what `save` gave for as many blocks back into these."""
+    def restore(self, blocks: list[int], first: int, saved: tuple[Tensor, ...]) -> None:
+        """Write what `save` gave, from its block `first` on, into these blocks."""
         index = torch.tensor(blocks, device=self.k.device)
-        for cache, saved in zip((self.k, self.v), host, strict=True):
-            cache[:, index, :, : saved.shape[3]] = saved.to(cache.device, non_blocking=True)
+        for plane, host in zip(self.planes(), saved, strict=True):
+            values = host[:, first:].to(plane.device, non_blocking=True)
+            plane[:, index, :, : host.shape[3]] = values
 
     def sink(self, layer: int) -> KVSink:
         k, v = self.k[layer], self.v[layer]
         return KVSink("blocks", k, v, self.block_size, self.slot_map, self.fresh)
+
+
+def _to_host(found: Tensor) -> Tensor:
+    if not found.is_cuda:
+        return found
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
 
 
 def allocate(

@@ -202,7 +202,7 @@ def draw(logits, temperature, row_keys):
 
 @pytest.mark.parametrize("num_entries", [1, 100, 2048, 6001])
 def test_sample_picks_the_best_score(place, num_entries):
-    from core.sampling import gumbel_scores
+    from core.sampler import gumbel_scores
     from plugins.fusion.kernels.sample import scores_reference
 
     temperature = [0.0, 1.0, 0.3, 0.0, 2.0, 1e-3]

@@ -1,0 +1,194 @@
+"""The conformance suite of the graphs seam. Subclass it, name the offer, and run pytest:
+
+    class TestPowersOfTwo(GraphSuite):
+        plugin = "powers_of_two"              # by registered name, or `offer = PowersOfTwo`
+        config = {"max_tokens": 1024}
+        expected_failures = {"test_…": "why"}  # strict: a pass is a failure
+
+Every test states one clause of the contract in `core.seams.GraphStrategy`. A strategy is policy
+only, so these need no GPU; `core.testing.graphs_gpu` replays what it captures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import pytest
+
+from core.batch import BatchShape, Limits
+from core.conform import bind
+from core.registry import Registry
+
+if TYPE_CHECKING:
+    from core.seams import GraphStrategy
+
+MAX_LEN = 200  # tokens of the longest sequence here
+# Sizes that no spacing of a ladder divides; 16, 17 and 20 rows are where ladders have ended early.
+_NUM_SEQS = (1, 3, 17, 20, 97)
+_NUM_TOKENS = (97, 300)
+
+
+class GraphSuite:
+    """What every GraphStrategy keeps. Class attributes say which one."""
+
+    plugin: ClassVar[str] = ""
+    offer: ClassVar[type | None] = None
+    config: ClassVar[Mapping[str, Any]] = {}
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    limits: ClassVar[tuple[Limits, ...]] = tuple(
+        Limits(MAX_LEN, num_seqs, num_tokens)
+        for num_seqs in _NUM_SEQS
+        for num_tokens in sorted({num_seqs + 1, *_NUM_TOKENS})
+    )
+
+    @pytest.fixture(autouse=True)
+    def _expect(self, request: pytest.FixtureRequest) -> None:
+        """Mark what the subclass expects to fail."""
+        name = getattr(request.node, "originalname", request.node.name)
+        if name in self.expected_failures:
+            reason = self.expected_failures[name]
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+
+    # ------------------------------------------------------------------------------- helpers
+
+    def make(self) -> GraphStrategy:
+        """A fresh strategy."""
+        offer: Any = self.offer or Registry().find("graphs", self.plugin).load()
+        return cast("GraphStrategy", bind("graphs", offer(offer.Config(**self.config))))
+
+    def captured(self) -> Iterator[tuple[Limits, GraphStrategy, list[BatchShape]]]:
+        """For each of the limits a strategy that has been asked for its shapes, and the shapes."""
+        if not self.make().captures:
+            pytest.skip("captures is False: there is no shape")
+        for limits in self.limits:
+            strategy = self.make()
+            yield limits, strategy, list(strategy.shapes(limits))
+
+    def selected(self) -> Iterator[tuple[BatchShape, BatchShape, list[BatchShape]]]:
+        """Every step that is padded to a shape, the shape, and the shapes that were captured."""
+        for limits, strategy, shapes in self.captured():
+            for step in steps(limits):
+                shape = strategy.select(*step)
+                if shape is not None:
+                    yield step, shape, shapes
+
+    # --------------------------------------------------------------------------------- shapes
+
+    def test_fits_the_seam(self) -> None:
+        """Facts have their types, methods their arguments, options a description."""
+        config = type(self.make()).Config
+        assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
+        assert all(field.description for field in config.model_fields.values())
+
+    def test_captures_is_as_declared(self) -> None:
+        """Who captures has a shape for all limits; who does not has none, and selects none."""
+        for limits in self.limits:
+            strategy = self.make()
+            shapes = list(strategy.shapes(limits))
+            assert bool(shapes) == strategy.captures, f"{len(shapes)} shapes for {limits}"
+            if not strategy.captures:
+                assert {strategy.select(*step) for step in steps(limits)} == {None}
+
+    def test_shapes_are_within_the_limits(self) -> None:
+        """No more rows, tokens or context than an engine has buffers for; a row that decodes is a
+        token."""
+        for limits, _, shapes in self.captured():
+            for shape in shapes:
+                assert 1 <= shape.num_seqs <= limits.max_num_seqs, f"{shape} for {limits}"
+                assert 1 <= shape.num_tokens <= limits.max_num_batched_tokens, f"{shape}, {limits}"
+                assert 1 <= shape.max_query <= shape.num_tokens, f"{shape}"
+                if shape.decode_only:
+                    assert shape.num_tokens == shape.num_seqs, f"{shape}"
+                if shape.fresh:
+                    assert shape.num_seqs == 1, f"{shape}"
+                else:
+                    assert shape.max_kv <= limits.max_model_len, f"{shape} for {limits}"
+
+    def test_no_shape_is_there_twice(self) -> None:
+        for limits, _, shapes in self.captured():
+            twice = [shape for shape, count in Counter(shapes).items() if count > 1]
+            assert not twice, f"{twice} for {limits}"
+
+    def test_ladders_end_at_the_maximum(self) -> None:
+        """Rows at max_num_seqs, tokens at min(max_num_batched_tokens, max_tokens), exactly; a lone
+        prompt may end at max_model_len."""
+        for limits, strategy, shapes in self.captured():
+            options: Any = getattr(strategy, "config", None)
+            top = min(limits.max_num_batched_tokens, getattr(options, "max_tokens", 1 << 40))
+            rows = [shape.num_seqs for shape in shapes if shape.decode_only]
+            fresh = [shape.num_tokens for shape in shapes if shape.fresh]
+            mixed = [s.num_tokens for s in shapes if not s.decode_only and not s.fresh]
+            assert max(rows, default=limits.max_num_seqs) == limits.max_num_seqs, f"{limits}"
+            assert max(mixed, default=top) == top, f"{limits}"
+            assert max(fresh, default=top) in (top, min(top, limits.max_model_len)), f"{limits}"
+
+    # --------------------------------------------------------------------------------- select
+
+    def test_select_names_captured_shapes(self) -> None:
+        """Or None: then the step runs eagerly, and is counted."""
+        known: set[BatchShape] = set()
+        last: list[BatchShape] = []
+        for step, shape, shapes in self.selected():
+            if shapes is not last:
+                known, last = set(shapes), shapes
+            assert shape in known, f"{shape} for {step} was not captured"
+
+    def test_the_selected_shape_holds_the_step(self) -> None:
+        """In tokens, rows, longest query and longest context."""
+        for step, shape, _ in self.selected():
+            holds = all(has >= needs for has, needs in zip(shape[:4], step[:4], strict=True))
+            assert holds, f"{shape} does not hold {step}"
+
+    def test_only_a_fresh_step_gets_a_fresh_shape(self) -> None:
+        """A chunk behind a prefix, or beside others, must read cached keys, which such a shape
+        leaves out."""
+        for step, shape, _ in self.selected():
+            assert step.fresh or not shape.fresh, f"{shape} for {step}"
+
+    def test_select_depends_on_the_step_alone(self) -> None:
+        """Not on what was asked before."""
+        for limits, strategy, _ in self.captured():
+            asked = list(steps(limits))
+            first = [strategy.select(*step) for step in asked]
+            again = [strategy.select(*step) for step in reversed(asked)][::-1]
+            assert again == first, f"{limits}"
+
+    def test_there_is_no_state_beyond_shapes(self) -> None:
+        """What `shapes` says hangs on its limits alone, `select` on the last of them, and two
+        strategies side by side do not know each other."""
+        alone = {
+            limits: (shapes, [strategy.select(*step) for step in steps(limits)])
+            for limits, strategy, shapes in self.captured()
+        }
+        beside = {limits: self.make() for limits in self.limits}
+        for limits, strategy in beside.items():
+            assert list(strategy.shapes(limits)) == alone[limits][0], f"{limits}"
+        for limits, strategy in beside.items():
+            selected = [strategy.select(*step) for step in steps(limits)]
+            assert selected == alone[limits][1], f"{limits}, with others beside it"
+        reused = self.make()
+        for limits, (shapes, wanted) in alone.items():
+            assert list(reused.shapes(limits)) == shapes, f"{limits}, after others"
+            assert [reused.select(*step) for step in steps(limits)] == wanted, f"{limits}"
+
+
+def steps(limits: Limits) -> Iterator[BatchShape]:
+    """Steps within `limits`: every number of decode rows; every number of tokens as a lone prompt,
+    a chunk behind a prefix, and a mix of few and of many rows."""
+    longest = limits.max_model_len
+    for rows in range(1, limits.max_num_seqs + 1):
+        for max_kv in (1, longest // 2, longest):
+            yield BatchShape(rows, rows, 1, max_kv, False)
+    for tokens in range(2, limits.max_num_batched_tokens + 1):
+        if tokens <= longest:
+            yield BatchShape(tokens, 1, tokens, tokens, True)
+        if tokens < longest:
+            yield BatchShape(tokens, 1, tokens, tokens + 1, False)
+            yield BatchShape(tokens, 1, tokens, longest, False)
+        for rows in sorted({2, limits.max_num_seqs // 2, limits.max_num_seqs}):
+            query = min(tokens - rows + 1, longest)
+            if 2 <= rows <= limits.max_num_seqs and query > 1:
+                yield BatchShape(tokens, rows, query, query, False)
+                yield BatchShape(tokens, rows, query, longest, False)

@@ -1,0 +1,173 @@
+"""Seeded bugs: what the graphs suite is for. Each is `FullGraphs` with one fault.
+
+BUGS names the clauses that must fail; all others must hold.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from core.batch import BatchShape
+from core.testing.graphs import GraphSuite
+from plugins.graphs.full import FullGraphs
+
+
+class EndsAtAMultiple(FullGraphs):
+    """1, 2, 4, 8, and then multiples of 16: 17 of 20 rows find no graph."""
+
+    def shapes(self, limits):
+        super().shapes(limits)
+        self._rows = tuple(n for n in (1, 2, 4, 8, *range(16, 512, 16)) if n <= limits.max_num_seqs)
+        return _all(self)
+
+
+class EndsBelowTheBudget(FullGraphs):
+    """The ladder of mixed steps stops at its last but one rung, if it has one."""
+
+    def shapes(self, limits):
+        super().shapes(limits)
+        self._mixed = self._mixed[:-1] or self._mixed
+        return _all(self)
+
+
+class ExceedsTheLimits(FullGraphs):
+    """The last rung is the next power of two, for which no buffer is large enough."""
+
+    def shapes(self, limits):
+        super().shapes(limits)
+        self._rows = (*self._rows[:-1], 1 << self._rows[-1].bit_length())
+        return _all(self)
+
+
+class RepeatsTheLast(FullGraphs):
+    """The limit is appended to a ladder that ends there anyway."""
+
+    def shapes(self, limits):
+        super().shapes(limits)
+        self._rows += (limits.max_num_seqs,)
+        return _all(self)
+
+
+class CapturesNothing(FullGraphs):
+    """It says that it captures."""
+
+    def shapes(self, limits):
+        return []
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        return None
+
+
+class SelectsWhatIsNotCaptured(FullGraphs):
+    """A decode step as it is, without padding."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        if max_query == 1:
+            return self._decode(num_seqs)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+
+
+class RoundsDown(FullGraphs):
+    """To the largest rung that is not above the step."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        if max_query == 1:
+            return self._decode(max(n for n in self._rows if n <= num_seqs))
+        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+
+
+class ForgetsTheRows(FullGraphs):
+    """Mixed steps are captured for half of the rows that may come."""
+
+    def _mix(self, tokens):
+        shape = super()._mix(tokens)
+        return shape._replace(num_seqs=-(-shape.num_seqs // 2))
+
+
+class TakesAChunkForFresh(FullGraphs):
+    """A lone prompt is a lone prompt, wherever it goes on from."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        lone = num_seqs == 1 and max_query > 1
+        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh or lone)
+
+    def _prompt(self, tokens):
+        return BatchShape(tokens, 1, tokens, self._longest, True)
+
+
+class RemembersTheLast(FullGraphs):
+    """The same rung again, if it holds this step too: fewer changes of graph."""
+
+    _last = None
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        if max_query == 1 and self._last and self._last.num_seqs >= num_seqs:
+            return self._last
+        shape = super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        if shape and shape.decode_only:
+            self._last = shape
+        return shape
+
+    def shapes(self, limits):
+        self._last = None
+        return super().shapes(limits)
+
+
+class SharesItsLadder(FullGraphs):
+    """Two engines in one process have one ladder, that of the second."""
+
+    ladders: list = [()]
+
+    def shapes(self, limits):
+        found = super().shapes(limits)
+        self.ladders[0] = self._rows
+        return found
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        self._rows = self.ladders[0]
+        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+
+
+def _all(strategy):
+    """The shapes of the ladders as they are now."""
+    return [
+        *(strategy._decode(n) for n in strategy._rows),
+        *(strategy._prompt(n) for n in strategy._fresh),
+        *(strategy._mix(n) for n in strategy._mixed),
+    ]
+
+
+BUGS = {
+    EndsAtAMultiple: {"ladders_end_at_the_maximum"},
+    EndsBelowTheBudget: {"ladders_end_at_the_maximum"},
+    ExceedsTheLimits: {"shapes_are_within_the_limits", "ladders_end_at_the_maximum"},
+    RepeatsTheLast: {"no_shape_is_there_twice"},
+    CapturesNothing: {"captures_is_as_declared"},
+    SelectsWhatIsNotCaptured: {"select_names_captured_shapes"},
+    RoundsDown: {"the_selected_shape_holds_the_step"},
+    ForgetsTheRows: {"the_selected_shape_holds_the_step"},
+    TakesAChunkForFresh: {"only_a_fresh_step_gets_a_fresh_shape"},
+    RemembersTheLast: {"select_depends_on_the_step_alone"},
+    SharesItsLadder: {"there_is_no_state_beyond_shapes"},
+}
+CLAUSES = [name for name in vars(GraphSuite) if name.startswith("test_")]
+
+
+def failing(offer):
+    """The clauses that do not hold for `offer`, by name."""
+    suite, failed = type("S", (GraphSuite,), {"offer": offer})(), set()
+    for clause in CLAUSES:
+        try:
+            getattr(suite, clause)()
+        except AssertionError:
+            failed.add(clause.removeprefix("test_"))
+    return failed
+
+
+def test_a_strategy_without_a_fault_passes():
+    assert failing(FullGraphs) == set()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_named_clauses_catch_it_and_no_others(bug):
+    assert failing(bug) == BUGS[bug]

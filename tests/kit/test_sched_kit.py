@@ -1,0 +1,255 @@
+"""Seeded bugs: what the sched suite is for. Each is a scheduler or a Schedule with one fault.
+
+A case names the clauses that must fail; every other clause must hold. B-numbers are those of bugs
+seen in other engines, which the clause is about.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import numpy as np
+import pytest
+
+from core.schedule import Schedule
+from core.testing.sched import BLOCK_SIZE, SchedulerSuite
+from plugins.sched.aging import Aging
+from plugins.sched.fifo import Fifo
+from plugins.sched.shortest import Shortest
+
+# -------- schedulers
+
+
+class ReadsTheClock(Shortest):
+    """Ages its keys in the heap: an order that depends on when each key was asked for."""
+
+    def key(self, seq, clock):
+        return seq.remaining - 1000 * (clock - seq.arrival)
+
+
+class ForgetsTheArrival(Aging):
+    """Ageing that does nothing: a long prompt waits for as long as short ones come."""
+
+    def key(self, seq, clock):
+        return seq.remaining
+
+
+class StandsInNoOrder(Fifo):
+    """Some keys are not a number, and compare with nothing."""
+
+    nan = float("nan")
+
+    def key(self, seq, clock):
+        return self.nan if seq.num_prompt % 7 == 3 else seq.order
+
+
+class DrawsLots(Shortest):
+    """Those of about equal work stand in another order in every run."""
+
+    def key(self, seq, clock):
+        return seq.remaining // 8, seq.metadata.setdefault("lot", random.random())
+
+
+class EvictsTheMoreUrgent(Fifo):
+    """The newest of the others gives way, also to one that is newer still."""
+
+    def victim(self, running, for_seq):
+        return max(running, key=lambda seq: seq.order, default=None)
+
+
+class AsksForMore(Fifo):
+    """A chunk larger than what the step has left."""
+
+    def chunk(self, seq, budget):
+        return budget + 1
+
+
+class HoldsOn(Shortest):
+    """B4: a prompt that has begun is not passed, however much of it is left."""
+
+    def key(self, seq, clock):
+        return 0 if seq.num_computed else 1, seq.remaining
+
+
+class KeepsAReserve(Fifo):
+    """No bug: it starts nobody who would leave less than two blocks."""
+
+    def may_start(self, seq, usage):
+        return usage.num_tokens - usage.num_held >= seq.num_tokens + 2 * BLOCK_SIZE
+
+
+# -------- schedules
+
+
+class PromptsFirst(Schedule):
+    """B3: while a prompt can run, nobody decodes."""
+
+    hold = False
+
+    def plan(self):
+        self.hold = True
+        plan = super().plan()
+        self.hold = False
+        return super().plan() if plan is None else plan
+
+    def _slots_of_decodes(self):
+        return np.zeros(0, np.int32) if self.hold else super()._slots_of_decodes()
+
+
+class CountsDecodesTwice(Schedule):
+    """B15: what decodes have taken of the budget is given out again."""
+
+    def _prefill_rows(self, budget, admit):
+        return super()._prefill_rows(self._limits.max_num_batched_tokens, admit)
+
+
+class KeepsTheVictimsRow(Schedule):
+    """B15: who gives way stays in the step that it was chosen for."""
+
+    def _make_room_for_decodes(self):
+        self._decoding_slots = None
+        chosen = self._slots_of_decodes().tolist()
+        preempted = super()._make_room_for_decodes()
+        s = self._slots
+        gone = [i for i in chosen if s.owner[i] is None and s.num_tokens[i] + 1 < s.max_total[i]]
+        self._decoding_slots = np.array([*self.decoding, *gone], np.int32)
+        return preempted
+
+
+class AdmitsOnTheFirstChunk(Schedule):
+    """B17: a prompt starts with room for its first 16 tokens."""
+
+    def _admit(self, seq):
+        whole, seq.num_tokens = seq.num_tokens, min(seq.num_tokens, 16)
+        admitted = super()._admit(seq)
+        seq.num_tokens = whole
+        if admitted:
+            self._slots.num_tokens[seq.slot] = whole
+        return admitted
+
+
+class GoesOnWhereItWas(Schedule):
+    """B14: a preempted sequence is thought to have what it had before."""
+
+    def preempt(self, seq):
+        self._slots.sync(seq)
+        seq.metadata["had"] = seq.num_computed
+        super().preempt(seq)
+
+    def _admit(self, seq):
+        admitted = super()._admit(seq)
+        if admitted:
+            self._slots.num_computed[seq.slot] = seq.metadata.pop("had", 0)
+        return admitted
+
+
+class NeverOverrules(Schedule):
+    """B18: a policy that starts nobody is obeyed although nobody runs."""
+
+    num_running = 1
+
+
+class SkipsForEver(Schedule):
+    """B19: a head without room is passed as often as others fit."""
+
+    def __init__(self, *args, max_bypass, **options):
+        super().__init__(*args, max_bypass=10**6 if max_bypass else 0, **options)
+
+
+class RevivesOldPlaces(Schedule):
+    """Who waits again, with more to do, is found under the place that he had before."""
+
+    def _head(self):
+        while self._heap and self._heap[0][2] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+
+class PreemptsInFlight(Schedule):
+    """B10, B25: a sequence gives way before its last token has landed."""
+
+    def __init__(self, *args, drain, **options):
+        super().__init__(*args, drain=lambda: False, **options)
+
+
+BUGS = {
+    ReadsTheClock: [
+        "keys_stand_still",
+        "a_head_without_room_is_passed_a_bounded_number_of_times",
+    ],
+    ForgetsTheArrival: ["nobody_is_passed_by_those_who_come_later_than_declared"],
+    StandsInNoOrder: [
+        "keys_are_a_total_order",
+        "a_head_without_room_is_passed_a_bounded_number_of_times",
+    ],
+    DrawsLots: ["the_same_arrivals_give_the_same_steps"],
+    EvictsTheMoreUrgent: ["a_victim_is_never_more_urgent"],
+    AsksForMore: ["chunks_are_within_the_budget"],
+    HoldsOn: ["short_behind_long_is_as_declared"],
+    PromptsFirst: ["decodes_go_on_while_prompts_arrive"],
+    CountsDecodesTwice: ["steps_keep_within_their_limits"],
+    KeepsTheVictimsRow: ["rows_are_what_a_device_can_compute"],
+    AdmitsOnTheFirstChunk: ["rows_are_what_a_device_can_compute"],
+    GoesOnWhereItWas: ["rows_are_what_a_device_can_compute"],
+    NeverOverrules: ["somebody_goes_on_in_every_pool"],
+    SkipsForEver: ["a_head_without_room_is_passed_a_bounded_number_of_times"],
+    RevivesOldPlaces: ["a_head_without_room_is_passed_a_bounded_number_of_times"],
+    PreemptsInFlight: [
+        "preemption_keeps_the_output",
+        "rows_are_what_a_device_can_compute",
+        "somebody_goes_on_in_every_pool",
+    ],
+}
+CLAUSES = sorted(name for name in vars(SchedulerSuite) if name.startswith("test_"))
+
+
+class OfShortest(SchedulerSuite):
+    offer = Shortest
+    short_passes_long = True
+
+
+class OfAging(SchedulerSuite):
+    offer = Aging
+    config = {"rate": 500}
+    short_passes_long = True
+
+    def pass_bound_s(self, sched, seq):
+        return seq.num_prompt / 500
+
+
+class OfFifo(SchedulerSuite):
+    offer = Fifo
+
+
+class OfReserve(SchedulerSuite):
+    offer = KeepsAReserve
+
+
+def broken(bug):
+    """The suite of what the bug was made from, with the bug in its place; and that suite itself."""
+    if issubclass(bug, Schedule):
+        sound = {NeverOverrules: OfReserve, RevivesOldPlaces: OfAging}.get(bug, OfFifo)
+        return type("Broken", (sound,), {"schedule": bug}), sound
+    sound = next(s for s in (OfShortest, OfAging, OfFifo) if issubclass(bug, s.offer))
+    return type("Broken", (sound,), {"offer": bug}), sound
+
+
+def failing(suite, clauses=CLAUSES):
+    """The clauses that do not hold. Whatever a bug raises on its way counts."""
+    found = []
+    for clause in clauses:
+        try:
+            getattr(suite(), clause)()
+        except (AssertionError, LookupError, AttributeError, TypeError, ValueError) as error:
+            found.append((clause.removeprefix("test_"), f"{type(error).__name__}: {error}"))
+    return found
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_exactly_the_named_clauses_fail(bug):
+    suite, sound = broken(bug)
+    found = failing(suite)
+    assert sorted(name for name, _ in found) == sorted(BUGS[bug]), found
+    assert all(message.startswith("AssertionError") for _, message in found), found
+    assert failing(sound, [f"test_{name}" for name in BUGS[bug]]) == []
