@@ -347,6 +347,30 @@ class KVManagerSuite:
             assert np.abs(v.float().cpu().numpy() - wanted).max(initial=0) < 0.5
             rig.release(seq)
 
+    def test_what_is_saved_comes_back(self) -> None:
+        """All that belongs to a token goes to the host and back, into other room than it had."""
+        rig = self.rig()
+        save, restore = (getattr(rig.kv, name, None) for name in ("save", "restore"))
+        if save is None or restore is None:
+            pytest.skip("save and restore are not offered")
+        for n in self.edges()[:-1]:
+            seq = rig.sequence([n] * n, share_prefix=False)
+            rig.admit(seq)
+            compute(rig, seq)
+            saved = save(seq, n)
+            assert (saved.num_tokens, saved.num_bytes > 0) == (n, True)
+            rig.release(seq)
+            squatter = rig.sequence([1] * n, share_prefix=False)
+            rig.admit(squatter)  # in the room that was given back, and writes nothing
+            cached = rig.admit(seq)
+            assert cached == 0
+            restore(seq, saved, cached)
+            seq.num_computed = n
+            decode(rig, [seq], min(5, MAX_LEN - n))
+            check_gather(rig, seq)
+            rig.release(seq)
+            rig.release(squatter)
+
     def test_a_slot_that_changes_hands(self) -> None:
         """Short after long in one slot, and the long one again: nobody reads or spoils another."""
         rig = self.rig(limits=Limits(MAX_LEN, 1, 64), num_tokens=2 * MAX_LEN)

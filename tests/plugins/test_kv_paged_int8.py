@@ -399,8 +399,9 @@ def test_greedy_mostly_agrees_with_paged(outlier):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_hits_and_scarcity_change_no_token(outlier, overlap):
-    """Codes and scales are shared, given away and computed again; the text stays."""
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_hits_and_scarcity_change_no_token(outlier, overlap, preemption):
+    """Codes and scales are shared, moved to the host, given away, computed again; the text stays."""
     path, _ = outlier
     rng = np.random.default_rng(5)
     stem = rng.integers(3, 290, 70).tolist()
@@ -409,7 +410,8 @@ def test_hits_and_scarcity_change_no_token(outlier, overlap):
     with engine(path, enable_prefix_caching=False) as plenty:
         wanted = [o.token_ids for o in plenty.generate(prompts, params)]
     settings = {"kv.num_blocks": 7}  # 112 tokens; the longest needs 91
-    with engine(path, settings=settings, length=96, overlap=overlap) as scarce:
+    options = {"overlap": overlap, "preemption": preemption}
+    with engine(path, settings=settings, length=96, **options) as scarce:
         for _ in range(2):
             outputs = scarce.generate(prompts, params)
             assert [o.token_ids for o in outputs] == wanted

@@ -7,6 +7,7 @@ from core.testing.sched import SchedulerSuite
 
 class TestFifo(SchedulerSuite):
     plugin = "fifo"
+    short_passes_long = False
 
     def pass_bound_s(self, sched, seq):
         return 0.0

@@ -13,6 +13,7 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32)
 
 class TestPriority(SchedulerSuite):
     plugin = "priority"
+    short_passes_long = False  # of equal priority
 
     def pass_bound_s(self, sched, seq):
         return 0.0
@@ -20,6 +21,7 @@ class TestPriority(SchedulerSuite):
 
 class TestPriorityInWindows(SchedulerSuite):
     plugin = "priority"
+    short_passes_long = False  # of equal priority
     config = {"max_wait_s": 0.1}
 
     def pass_bound_s(self, sched, seq):

@@ -22,7 +22,6 @@ class Hrrn(Fifo):
 class TestHrrn(SchedulerSuite):
     offer = Hrrn
     short_passes_long = True
-    expected_failures = {"test_a_victim_is_never_more_urgent": "nobody is ever chosen"}
 
 
 def test_moving_keys_overtake():
