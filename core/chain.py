@@ -4,16 +4,20 @@ runs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import UserError
 from core.model import EMBED, FINAL_NORM, LAYER, LM_HEAD, VALUES, Node, Operation, Site
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from core.batch import Batch
-    from core.seams import Span
+    from core.facts import ModelFacts
+    from core.seams import KVManager, Span
+    from core.weights import ModelWeights
 
 
 class Placed(NamedTuple):
@@ -21,6 +25,23 @@ class Placed(NamedTuple):
 
     node: Node
     site: Site
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model on its device: weights and RoPE tables, to be chained over a kv offer."""
+
+    facts: ModelFacts
+    weights: ModelWeights
+    rope: tuple[Tensor, Tensor]
+    device: torch.device
+
+    def chain(self, kv: KVManager, num_layers: int | None = None) -> list[Placed]:
+        """The nodes from token ids to logits, over the first `num_layers` layers (None: all)."""
+        shared = (self.facts, self.weights)
+        layers = self.weights.layers[:num_layers]
+        sites = [Site(i, *shared, w, *self.rope, kv, kv.sink(i)) for i, w in enumerate(layers)]
+        return decoder_chain(Site(-1, *shared, None, *self.rope, kv, None), sites)
 
 
 def decoder_chain(head_site: Site, layer_sites: Seq[Site]) -> list[Placed]:

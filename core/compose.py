@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from core.batch import Limits
+from core.chain import Decoder
 from core.config import RunConfig
 from core.errors import RunError, UserError
 from core.executor import Executor
@@ -20,69 +21,44 @@ from core.rope import rope_tables
 from core.slots import Slots
 
 if TYPE_CHECKING:
-    from core.engine import Engine
     from core.facts import ModelFacts
     from core.metrics import StepCounters
-    from core.seams import KVManager, Scheduler, Span
-    from core.tokenizer import Tokenizer
-    from core.weights import ModelWeights
+    from core.plan import Built
+    from core.seams import KVManager, Scheduler
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of."""
+    """What an engine is made of. `plan.config` is resolved to the last field."""
 
-    config: RunConfig
     plan: Plan
-    registry: Registry
-    facts: ModelFacts
-    weights: ModelWeights
-    tokenizer: Tokenizer
-    notes: list[str]
+    model: LoadedModel
     limits: Limits
-    device: torch.device
     kv: KVManager
     sched: Scheduler
     slots: Slots
     executor: Executor
-    kv_cache_bytes: int
-
-    def built(self, engine: Engine) -> None:
-        """Tell the plugins that an engine stands ready."""
-        self.registry.hooks.engine_built(engine)
 
     def describe(self) -> dict[str, Any]:
         """Resolved config, sizes and versions, JSON-able."""
-        usage = self.kv.usage()
-        on_cuda = self.device.type == "cuda"
+        device = self.executor.device
+        on_cuda = device.type == "cuda"
         return {
-            **self.plan.dump(self.config),
+            **self.plan.dump(),
             "limits": vars(self.limits),
-            "kv_cache_bytes": self.kv_cache_bytes,
-            "kv_cache_tokens": usage.num_tokens,
+            "kv_cache_tokens": self.kv.usage().num_tokens,
             "graph_bytes": self.executor.graph_bytes,
-            "device_name": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
+            "device_name": torch.cuda.get_device_name(device) if on_cuda else "cpu",
         }
 
 
 def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) -> Parts:
     """Build every part of an engine. Raises UserError before anything large is allocated where that
     is possible."""
-    registry = Registry(fields.get("plugins", ()))
-    plan = resolve(RunConfig.of(**fields), registry)
-    config = plan.config
-    offers = plan.build()
-    if config.chunk_size and not config.enable_chunked_prefill:
-        raise UserError(
-            f"chunk_size is {config.chunk_size} and chunked prefill is off: drop one of the two"
-        )
-    if config.preemption == "swap" and not hasattr(offers.kv, "save"):
-        raise UserError(
-            f"kv '{plan.kv.name}' cannot save to the host: choose --preemption recompute, "
-            "or another kv"
-        )
+    plan = resolve(RunConfig.of(**fields), Registry(fields.get("plugins", ())))
+    config, offers = plan.config, plan.build()
     device = torch.device(config.device or "cpu")
     try:
         model = load_model(
@@ -92,7 +68,7 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
             seed=config.seed,
             progress=lambda done, total: progress("load", done, total),
         )
-        return _assemble(registry, plan, offers, model, device, counters, progress)
+        return _assemble(plan, offers, model, device, counters, progress)
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
         raise RunError(
@@ -102,65 +78,40 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
 
 
 def _assemble(
-    registry: Registry,
     plan: Plan,
-    offers: Any,
+    offers: Built,
     model: LoadedModel,
     device: torch.device,
     counters: StepCounters,
     progress: Progress,
 ) -> Parts:
-    config, facts = plan.config, model.facts
+    config, facts, kv = plan.config, model.facts, offers.kv
     limits = _first_limits(config, facts)
     rope = rope_tables(facts, limits.max_model_len, device)
-    spans = list(offers.fusion.spans(facts, device))
-    budget = config.kv_cache_bytes or _budget(
-        config, model, rope, spans, limits, device, offers.graphs.captures
+    decoder = Decoder(facts, model.weights, rope, device)
+    spans = offers.fusion.spans(facts, device)
+    budget = config.kv_cache_bytes or (
+        host_budget(facts, limits)
+        if device.type == "cpu"
+        else device_budget(
+            decoder, spans, limits, config.gpu_memory_utilization, offers.graphs.captures
+        )
     )
-    limits = _final_limits(config, facts, limits, offers.kv, budget, plan.kv.name)
-    if offers.kv.prefix_sharing:
-        offers.kv.sharing = config.enable_prefix_caching is not False
-    if (weights := getattr(offers.kv, "weights", None)) is not None:
-        weights(model.weights.layers)
-    offers.kv.bind(facts, limits, budget, device)
+    limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
+    kv.sharing = bool(config.enable_prefix_caching)
+    if hasattr(kv, "weights"):
+        kv.weights(model.weights.layers)
+    kv.bind(facts, limits, budget, device)
     slots = Slots(limits)
-    fusion = offers.fusion.config
     executor = Executor(
-        facts=facts,
-        weights=model.weights,
-        rope=rope,
-        kv=offers.kv,
-        spans=spans,
-        fuel=getattr(fusion, "fuel", None),
-        strict_spans=getattr(fusion, "only", None) is not None,
-        graphs=offers.graphs,
-        limits=limits,
-        slots=slots,
-        counters=counters,
-        device=device,
+        decoder, kv, spans, plan.fusion.config, offers.graphs, limits, slots, counters,
         num_in_flight=2 if config.overlap else 1,
-    )
+    )  # fmt: skip
     if offers.graphs.captures:
         executor.capture(progress)
-    resolved = config.model_copy(
-        update={"max_model_len": limits.max_model_len, "kv_cache_bytes": budget}
-    )
-    return Parts(
-        config=resolved,
-        plan=plan,
-        registry=registry,
-        facts=facts,
-        weights=model.weights,
-        tokenizer=model.tokenizer,
-        notes=model.notes,
-        limits=limits,
-        device=device,
-        kv=offers.kv,
-        sched=offers.sched,
-        slots=slots,
-        executor=executor,
-        kv_cache_bytes=budget,
-    )
+    sizes = {"max_model_len": limits.max_model_len, "kv_cache_bytes": budget}
+    plan = replace(plan, config=config.model_copy(update=sizes))
+    return Parts(plan, model, limits, kv, offers.sched, slots, executor)
 
 
 def _first_limits(config: RunConfig, facts: ModelFacts) -> Limits:
@@ -174,29 +125,6 @@ def _first_limits(config: RunConfig, facts: ModelFacts) -> Limits:
             f"lower --max-model-len to {facts.max_position} or less"
         )
     return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens)
-
-
-def _budget(
-    config: RunConfig,
-    model: LoadedModel,
-    rope: tuple[torch.Tensor, torch.Tensor],
-    spans: list[Span],
-    limits: Limits,
-    device: torch.device,
-    captures: bool,
-) -> int:
-    if device.type == "cpu":
-        return host_budget(model.facts, limits)
-    return device_budget(
-        model.facts,
-        model.weights,
-        rope,
-        spans,
-        limits,
-        device,
-        config.gpu_memory_utilization,
-        captures,
-    )
 
 
 def _final_limits(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from core.batch import Sequence
-from core.compose import Parts, compose
+from core.compose import compose
 from core.errors import UserError
 from core.metrics import RequestMetrics, StepCounters, request_metrics
 from core.sampler import Logprobs
@@ -108,34 +108,35 @@ class Engine:
         self._clock = time.perf_counter
         self._requests: dict[str, _Request] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._launched: deque[float] = deque()
+        self._landed = 0.0
         self._num_added = 0
         self._finished: list[StepEvent] = []
         self._touched: list[_Request] = []
         self._streams: dict[str, deque[StepEvent]] = {}
         self._closed = False
-        parts: Parts = compose(config, self.counters, progress or _no_progress)
-        self.config, self.plan, self.notes = parts.config, parts.plan, list(parts.notes)
-        self.facts, self.limits = parts.facts, parts.limits
-        self.tokenizer = parts.tokenizer
-        self._parts = parts
+        self._parts = parts = compose(config, self.counters, progress or _no_progress)
+        self.plan, self.config, self.limits = parts.plan, parts.plan.config, parts.limits
+        self.facts, self.tokenizer = parts.model.facts, parts.model.tokenizer
+        self.notes = list(parts.model.notes)
         self._kv, self._executor, self._slots = parts.kv, parts.executor, parts.slots
         self._observe = getattr(parts.sched, "observe", None)
-        self._depth = 1 if parts.config.overlap else 0
+        self._depth = 1 if self.config.overlap else 0
         self._schedule = Schedule(
             parts.limits,
             parts.kv,
             parts.sched,
             parts.slots,
             self.counters,
-            chunk_size=parts.config.chunk_size,
-            chunked=parts.config.enable_chunked_prefill,
-            max_bypass=parts.config.max_bypass,
-            swap=parts.config.preemption == "swap",
+            chunk_size=self.config.chunk_size,
+            chunked=self.config.enable_chunked_prefill,
+            max_bypass=self.config.max_bypass,
+            swap=self.config.preemption == "swap",
             clock=self._clock,
             drain=self._drain,
             admit=self._take_slot,
         )
-        parts.built(self)
+        self.plan.registry.hooks.engine_built(self)
 
     # -------- requests
 
@@ -275,6 +276,7 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         try:
             self._in_flight.append(self._executor.launch(plan))
+            self._launched.append(self._clock())
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
             self.counters.num_failed_steps += 1
             for slot in plan.slots.tolist():
@@ -288,6 +290,10 @@ class Engine:
         """Take the tokens of a step that was launched earlier, and end whom they end."""
         step.wait()
         now = self._clock()
+        # A step begins with its launch, or with the end of the one before it.
+        begun, self._landed = max(self._launched.popleft(), self._landed), now
+        if self._observe is not None:
+            self._observe(int(step.plan.query_lens.sum()), len(step.plan.slots), now - begun)
         s = self._slots
         live = s.epoch[step.slots] == step.epochs
         slots, ids = step.slots[live], step.token_ids[live]

@@ -12,9 +12,9 @@ import torch
 
 from core.batch import Batch, BatchShape, HostBatch
 from core.capture import GraphPool
-from core.chain import Placed, cover, decoder_chain, execute
+from core.chain import Decoder, Placed, cover, execute
 from core.errors import RunError
-from core.model import Operation, Site
+from core.model import Operation
 from core.sampler import SAMPLE, Logprobs, Sampler, token_logprobs
 from core.sampling import Needs, sample_keys
 from core.slots import NO_TOKEN
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Limits
-    from core.facts import ModelFacts
     from core.metrics import StepCounters
     from core.schedule import StepPlan
     from core.seams import GraphStrategy, KVManager, Span
     from core.slots import Slots
-    from core.weights import ModelWeights
 
 
 class InFlight(NamedTuple):
@@ -52,31 +50,24 @@ class Executor:
 
     def __init__(
         self,
-        *,
-        facts: ModelFacts,
-        weights: ModelWeights,
-        rope: tuple[Tensor, Tensor],
+        decoder: Decoder,
         kv: KVManager,
         spans: Seq[Span],
-        fuel: int | None,
-        strict_spans: bool,
+        fusion: Any,
         graphs: GraphStrategy,
         limits: Limits,
         slots: Slots,
         counters: StepCounters,
-        device: torch.device,
         num_in_flight: int,
     ) -> None:
+        facts, device = decoder.facts, decoder.device
         self.facts, self.limits, self.device = facts, limits, device
         self._kv, self._graphs, self._slots, self._counters = kv, graphs, slots, counters
-        self._spans, self._fuel, self._strict = tuple(spans), fuel, strict_spans
-        sites = [
-            Site(i, facts, weights, weights.layers[i], *rope, kv, kv.sink(i))
-            for i in range(facts.num_layers)
-        ]
-        head = Site(-1, facts, weights, None, *rope, kv, None)
-        self._chain = decoder_chain(head, sites)
-        self._sample_chain = [Placed(SAMPLE, head)]
+        self._spans = tuple(spans)
+        self._fuel = getattr(fusion, "fuel", None)  # options of a fusion set that the core heeds
+        self._strict = getattr(fusion, "only", None) is not None
+        self._chain = decoder.chain(kv)
+        self._sample_chain = [Placed(SAMPLE, self._chain[-1].site)]
         self._operations: dict[tuple[str, ...], list[Operation]] = {}
         self._kv_arrays = dict(kv.metadata(limits))
         self._staging = Staging(
@@ -175,8 +166,8 @@ class Executor:
         # One token a row: all of it is decoding, whoever they are.
         num_decodes = num_rows if lone_tokens else plan.num_decodes
         step = batch.host = HostBatch(
-            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens, tokens[1], tokens[2],
-            batch.shape,
+            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
+            tokens[1], tokens[2], batch.shape,
         )  # fmt: skip
         batch.needs = self._fill_rows(host, plan, step)
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):

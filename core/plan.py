@@ -200,6 +200,14 @@ def _refusals(plan: Plan) -> list[str]:
             f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes: "
             "drop --enable-prefix-caching or choose another kv"
         )
+    if config.preemption == "swap" and getattr(kv.offer, "save", None) is None:
+        found.append(
+            f"kv '{kv.name}' cannot save to the host: choose --preemption recompute or another kv"
+        )
+    if config.chunk_size and not config.enable_chunked_prefill:
+        found.append(
+            f"chunk_size is {config.chunk_size} and chunked prefill is off: drop one of the two"
+        )
     if (config.max_num_batched_tokens or 0) < (config.max_num_seqs or 0):
         found.append(
             f"a step holds max_num_batched_tokens={config.max_num_batched_tokens} tokens, fewer "

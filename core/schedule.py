@@ -63,7 +63,7 @@ class Schedule:
         self._chunk_size = chunk_size or limits.max_num_batched_tokens
         self._chunked, self._max_bypass = chunked, max_bypass
         self._may_start = getattr(sched, "may_start", None)
-        self._save = kv.save if swap else None
+        self._save = getattr(kv, "save", None) if swap else None
         self._restore = getattr(kv, "restore", None)
         self._heap: list[tuple[Any, int, Sequence]] = []
         self._waiting: dict[Sequence, Any] = {}  # to its entry; all others in the heap are stale

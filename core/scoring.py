@@ -88,9 +88,9 @@ def _chunks(
     reducer: Callable[[int, Tensor, Tensor], _T],
     rows: int,
 ) -> list[_T]:
-    size = min(parts.config.chunk_size or seq.num_known, parts.limits.max_num_batched_tokens)
+    size = min(parts.plan.config.chunk_size or seq.num_known, parts.limits.max_num_batched_tokens)
     targets = torch.from_numpy(seq.token_ids[: seq.num_known].astype(np.int64))
-    targets = targets.to(parts.device)
+    targets = targets.to(parts.executor.device)
     results: list[_T] = []
     for start in range(0, seq.num_known, size):
         length = min(size, seq.num_known - start)
@@ -106,6 +106,6 @@ def _chunks(
             first = start + lo
             part = hidden[lo : min(lo + rows, length)]
             with torch.inference_mode():
-                logits = F.linear(part, parts.weights.lm_head)
+                logits = F.linear(part, parts.model.weights.lm_head)
                 results.append(reducer(first, logits, targets[first + 1 : first + len(part) + 1]))
     return results

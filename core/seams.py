@@ -96,22 +96,21 @@ class KVManager(Protocol):
 
     Read semantics on every path: a query at position p sees the keys at 0..p as they are stored
     after p. Offers that see less (evictors) declare it.
+
+    The core reads two int32 rows [S + 1]: `reserved`, tokens that a slot can hold now (it acquires
+    for rows that cross it), and `next_publish`, the known length at which publishing is due. It
+    sets `sharing` before `bind`: whether prefixes may be shared at all.
     """
 
     api: ClassVar[int]
     lossless: ClassVar[bool]
-    prefix_sharing: ClassVar[
-        bool
-    ]  # True: has an attribute `sharing`, which the core sets before `bind`
+    prefix_sharing: ClassVar[bool]
     graph_safe: ClassVar[bool]
     Config: ClassVar[type[OfferConfig]]
 
-    reserved: NDArray[
-        Any
-    ]  # [S + 1] int32: tokens slot s can hold now; the core calls acquire for rows that cross it
-    next_publish: NDArray[
-        Any
-    ]  # [S + 1] int32: publish is due once a slot's known length reaches it
+    reserved: NDArray[Any]
+    next_publish: NDArray[Any]
+    sharing: bool
 
     # Host half: bookkeeping, no device work.
 

@@ -159,7 +159,7 @@ def test_swap_needs_an_offer_that_can_save():
     from plugins.kv.paged import Paged
 
     class NoSave(Paged):
-        save = property()  # as if it were not there
+        save = None
 
     with pytest.raises(UserError, match="cannot save to the host"):
         Engine(model="random:tiny", device="cpu", kv=NoSave(Paged.Config()), preemption="swap")
@@ -401,3 +401,34 @@ def test_length_stops_at_max_model_len(checkpoints):
     with tiny_engine(path, max_model_len=24) as engine:
         output = engine.generate([5] * 20, SamplingParams(max_tokens=50, ignore_eos=True))[0]
     assert (len(output.token_ids), output.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_scheduler_observes_every_step(checkpoints, overlap):
+    from plugins.sched.fifo import Fifo
+
+    seen = []
+
+    class Watching(Fifo):
+        def observe(self, num_tokens, num_seqs, seconds):
+            seen.append((num_tokens, num_seqs, seconds))
+
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path, sched=Watching(), overlap=overlap, chunk_size=16) as engine:
+        engine.generate([[5] * 20, [6] * 8], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(seen) == engine.counters.num_steps
+    assert [(tokens, seqs) for tokens, seqs, _ in seen] == [(24, 2), (5, 2), (2, 2), (1, 1)]
+    assert all(seconds > 0 for _, _, seconds in seen)
+
+
+def test_priority_and_metadata_reach_the_scheduler(checkpoints):
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path, sched="priority", max_num_seqs=1) as engine:
+        for name, priority in (("low", 5), ("mid", 0), ("high", -1)):
+            engine.add_request([7] * 5, SamplingParams(max_tokens=2), name, priority=priority)
+        request = engine._requests["low"].seq
+        assert request.metadata == {"priority": 5}
+        ended = []
+        while engine.has_unfinished():
+            ended += [event.request_id for event in engine.step() if event.output]
+    assert ended == ["high", "mid", "low"]

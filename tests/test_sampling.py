@@ -373,6 +373,7 @@ def test_stops_are_held_off_only_where_the_row_says_so():
 
 def test_neutral_rows_are_untouched_bit_for_bit():
     logits = random_logits(3).bfloat16().float()
+    logits[:, :5] = -500.0  # a probability of 0 in float32
     history = history_of([1, 2, 3], [4, 4, 5], stops=[6]).expand(3, -1)
     penalties = torch.tensor([[1.0, 0, 0, 0], [1.7, 1, 1, 1], [1, 0, 0, 0]])
     found = penalised(logits, history, penalties)
@@ -444,6 +445,7 @@ def mixed_alone(path):
     [
         {},
         {"chunk_size": 7, "max_num_seqs": 3},
+        {"chunk_size": 3},
         {"kv": "contiguous", "max_num_batched_tokens": 16},
         {"settings": {"kv.num_blocks": 6}, "enable_prefix_caching": False},
         {"settings": {"kv.num_blocks": 6}, "preemption": "swap"},
@@ -554,6 +556,11 @@ def test_a_device_without_room_for_histories_says_so(path, monkeypatch):
         assert engine.generate([5], SamplingParams(presence_penalty=1, max_tokens=3))[0].token_ids
 
 
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy_beside_others_too(path, greedy):
+    params = [params_of(temperature=1e-40), params_of(temperature=1.0)]
+    assert generate(path, range(2), params)[0].token_ids == greedy[0].token_ids
+
+
 def test_needs_are_what_the_fields_ask_for():
     assert SamplingParams().needs == SamplingParams(top_k=5, top_p=0.5).needs == 0
     assert SamplingParams(temperature=0.5).needs == Needs.HOT
@@ -617,6 +624,17 @@ def test_prompt_logprobs_are_those_of_the_logits(path, greedy, options, overlap)
         assert torch.allclose(torch.tensor(output.prompt_logprobs[1:]), chosen, atol=1e-4)
         top = wanted.topk(one.prompt_logprobs).indices.tolist()
         assert [list(found) for found in output.prompt_top_logprobs[1:]] == top
+
+
+def test_a_prompt_is_scored_in_the_room_of_its_own_request(path):
+    """A prefix shared with a request that runs on would leave too little room at the end."""
+    prompt = prompts()[5]  # 40 tokens: 3 blocks, of which 2 could be shared
+    settings = {"kv.num_blocks": 5, "kv.block_size": 16}
+    with tiny_engine(path, settings=settings) as engine:
+        engine.add_request(prompt, params_of(max_tokens=20), "runs on")
+        engine.step()
+        (output,) = engine.generate(prompt, params_of(max_tokens=2, prompt_logprobs=1))
+        assert (output.finish_reason, len(output.prompt_logprobs)) == ("length", 40)
 
 
 def test_prompt_logprobs_of_the_shortest_and_the_aborted(path):

@@ -1,7 +1,7 @@
 """A tiny decoder over a real cache, step by step and without an engine: where spans are tried.
 
 Its kinds are those of `core.testing.tiny`, but its weights are made here, so that nothing needs
-transformers or a disk. `Decoder.run` composes a step as the core does: decode rows first, chunks,
+transformers or a disk. `DecoderRig.steps` composes a step as the core does: decode rows first, chunks,
 padding.
 """
 
@@ -73,7 +73,7 @@ def save_decoder(kind: str, path: Path) -> Path:
     return path
 
 
-class Decoder:
+class DecoderRig:
     """Facts, weights and cache of one kind, the chain over them, and sequences under way.
 
     `cache` names a kv offer; the caches "none" and "unknown" are `paged`, whose sinks are hidden or

@@ -17,7 +17,7 @@ from core.config import OfferConfig
 from core.model import rms_norm, rotate
 from core.sampler import gumbel_scores
 from core.seams import Span
-from core.testing.decoder import Decoder
+from core.testing.decoder import DecoderRig
 from core.testing.fusion import FusionSuite, memory_filled_with, verify
 from core.testing.spans import compare
 
@@ -279,7 +279,7 @@ class SwapsInTheSecondLayer(Sound):
 
 @pytest.fixture
 def decoder():
-    return Decoder("qwen3", "paged", torch.float32, "cpu")
+    return DecoderRig("qwen3", "paged", torch.float32, "cpu")
 
 
 def verified(decoder, offer, num_tokens=7, **options):

@@ -1,0 +1,241 @@
+"""`outweigh check`: the suite of a seam against an offer, the table, the exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import check
+from core.errors import RunError, UserError
+from core.seams import SEAMS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LADDER = """
+from pydantic import Field
+from core.batch import BatchShape
+from core.config import OfferConfig
+
+class Ladder:
+    '''Decode steps, one graph for each number of rows.'''
+
+    api, captures = 1, True
+    {held_to}
+
+    class Config(OfferConfig):
+        missing: int = Field(0, ge=0, description="rungs that the ladder lacks")
+
+    def __init__(self, config):
+        self.config = config
+
+    def shapes(self, limits):
+        self.top = max(1, limits.max_num_seqs - self.config.missing)
+        self.longest = limits.max_model_len
+        return [self.shape(n + 1) for n in range(self.top)]
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        return self.shape(num_seqs) if max_query == 1 and num_seqs <= self.top else None
+
+    def shape(self, n):
+        return BatchShape(n, n, 1, self.longest, False)
+
+def outweigh_register_graphs(register):
+    register("ladder", Ladder)
+"""
+
+FORGETFUL = """
+from core.config import OfferConfig
+from core.model import rotate
+from core.seams import Span
+
+class Forgetful:
+    '''Writes K as it comes, and knows no gain.'''
+
+    api, lossless = 1, True
+
+    class Config(OfferConfig):
+        '''No options.'''
+
+    def __init__(self, config):
+        self.config = config
+
+    def spans(self, facts, device):
+        return [Span("forgets", ("qk_norm", "rope", "kv_write"), self.run, lambda *_: True)]
+
+    def run(self, sites, batch, qkv):
+        site = sites[0]
+        parts = qkv.split(site.facts.qkv_sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, site.facts.head_dim)) for part in parts)
+        cos, sin = site.cos[batch.positions], site.sin[batch.positions]
+        site.kv.write(site.layer, rotate(k, cos, sin), v, batch)
+        return (rotate(q, cos, sin),)
+
+def outweigh_register_fusion(register):
+    register("forgetful", Forgetful)
+"""
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    """A maker of a plugin file with a graph strategy; `held_to` is a line of its class."""
+
+    def make(held_to=""):
+        path = tmp_path / "ladder.py"
+        path.write_text(LADDER.format(held_to=held_to))
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def rows(capsys):
+    """Test name to the other cells of its row, of what has been printed since the last call."""
+
+    def read():
+        out = capsys.readouterr().out
+        cells = [
+            [c.strip() for c in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line
+        ]
+        return {name: tuple(rest) for name, *rest in cells}
+
+    return read
+
+
+def test_a_row_for_each_clause_and_why_it_was_skipped(rows):
+    assert check.main(["graphs", "none"]) == 0
+    found = rows()
+    assert found["test_captures_is_as_declared"] == (
+        "ok",
+        "Who captures has a shape for all limits; who does not has none, and selects none.",
+        "",
+    )
+    assert found["test_no_shape_is_there_twice"] == (
+        "skipped",
+        "no shape is there twice",
+        "captures is False: there is no shape",
+    )
+
+
+def test_a_failure_says_what_and_by_how_much(rows, ladder, capsys):
+    """By an option, in an offer that -p brings."""
+    plugin = ladder()
+    assert check.main(["graphs", "ladder", "-p", plugin, "-k", "ladders or twice"]) == 0
+    assert {state for state, *_ in rows().values()} == {"ok"}
+    short = ["graphs", "ladder", "-p", plugin, "--set", "missing=1"]
+    assert check.main([*short, "-k", "ladders or twice"]) == 1
+    found = rows()
+    state, contract, why = found["test_ladders_end_at_the_maximum"]
+    assert state == "failed" and contract.startswith("Rows at max_num_seqs")
+    assert why.startswith("Limits(max_model_len=200, max_num_seqs=3, max_num_batched_tokens=4)")
+    assert found["test_no_shape_is_there_twice"][0] == "ok"
+    assert check.main([*short, "--set", "graphs.missing=0", "-k", "ladders"]) == 0
+    assert "graphs ladder: 1 ok" in capsys.readouterr().out
+
+
+def test_a_failure_names_its_parametrisations(rows, tmp_path):
+    plugin = tmp_path / "forgetful.py"
+    plugin.write_text(FORGETFUL)
+    chosen = "store and (qwen3 or mistral) and not contiguous"
+    assert check.main(["fusion", "forgetful", "-p", str(plugin), "-k", chosen]) == 1
+    ((state, contract, why),) = rows().values()
+    assert state == "failed" and contract.startswith("The same keys and values in the same places")
+    assert re.match(
+        r"\[qwen3-paged\] \[qwen3-none\] span 'forgets' \(qk_norm · rope · kv_write\) of layer 0: "
+        r"what is stored is off by \d",
+        why,
+    )
+    assert "mistral" not in why
+
+
+def test_an_offer_says_what_it_is_held_to(rows, ladder):
+    """Attributes of the suite, expected failures among them: strict, as in a subclass."""
+    reason = '{"test_ladders_end_at_the_maximum": "the last rung is too large for us"}'
+    plugin = ladder(f'held_to = {{"expected_failures": {reason}}}')
+    command = ["graphs", "ladder", "-p", plugin, "-k", "ladders or twice", "--set"]
+    assert check.main([*command, "missing=1"]) == 0
+    assert rows()["test_ladders_end_at_the_maximum"][::2] == (
+        "expected",
+        "the last rung is too large for us",
+    )
+    assert check.main([*command, "missing=0"]) == 1
+    state, _, why = rows()["test_ladders_end_at_the_maximum"]
+    assert state == "failed" and why == "[XPASS(strict)] the last rung is too large for us"
+    with pytest.raises(RunError, match=r"held_to names \['tolerence'\], which the suite does not"):
+        check.main(["graphs", "ladder", "-p", ladder('held_to = {"tolerence": 1}')])
+
+
+def test_an_offer_that_cannot_run_here_does_not_pass(rows):
+    with pytest.raises(RunError, match="fusion triton could not be tried here"):
+        check.main(["fusion", "triton", "-k", "fits or runs_of"])
+    found = rows()
+    assert found["test_fits_the_seam"][0] == "ok"
+    assert found["test_spans_are_runs_of_the_chain"][::2] == (
+        "skipped",
+        "fusion 'triton' runs its kernels on CUDA and the device is cpu: choose --fusion none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("kw paged", "there is no seam 'kw'; did you mean kv?"),
+        ("graphs decod", "there is no graphs called 'decod'; did you mean decode?"),
+        ("graphs decode --set find=3", "has no option 'find'; did you mean fine?"),
+        ("graphs decode --set fine=0", "refuses graphs.fine=0: input should be greater than"),
+        ("graphs decode -k nowhere", "-k 'nowhere' selects nothing"),
+        ("graphs decode -k and", "-k 'and' selects nothing"),
+        ("graphs decode -p no:nobody", "-p no:nobody blocks nothing"),
+        ("sched fifo --gpu", "sched offers run on the host alone: drop --gpu"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_sentence(command, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        check.main(command.split())
+
+
+def test_a_missing_gpu_is_a_failure(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunError, match="torch sees no CUDA device"):
+        check.main(["graphs", "decode", "--gpu"])
+
+
+def test_without_pytest_one_sentence_names_the_extra(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "pytest" else find(n))
+    with pytest.raises(UserError, match=r"need pytest, .*pip install 'outweigh\[dev\]'"):
+        check.main(["graphs", "none"])
+
+
+def test_it_minds_no_options_of_other_tests_and_leaves_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
+    monkeypatch.chdir(ROOT / "tests")  # whose conftest has options and skips of its own
+    for _ in range(2):
+        assert check.main(["graphs", "none", "-k", "declared"]) == 0
+    assert capsys.readouterr().err == ""
+    assert "test_offer" not in sys.modules
+
+
+def test_every_seam_has_its_suites():
+    assert tuple(check._SUITES) == SEAMS
+    for names in check._SUITES.values():
+        for module, suite in zip(names[::2], names[1::2], strict=True):
+            assert hasattr(importlib.import_module(module), suite)
+
+
+@pytest.mark.parametrize(("name", "code"), [("none", 0), ("nine", 2)])
+def test_from_the_command_line(name, code):
+    command = [sys.executable, "-m", "core.check", "graphs", name, "-k", "declared"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if code:
+        wanted = "outweigh: error: there is no graphs called 'nine'; did you mean none?\n"
+        assert (done.stdout, done.stderr) == ("", wanted)
+    else:
+        assert done.stdout.endswith("graphs none: 1 ok\n") and done.stderr == ""
