@@ -1,8 +1,7 @@
 """A tiny decoder over a real cache, step by step and without an engine: where spans are tried.
 
 Its kinds are those of `core.testing.tiny`, but its weights are made here, so that nothing needs
-transformers or a disk. `DecoderRig.steps` composes a step as the core does: decode rows first, chunks,
-padding.
+transformers or a disk. A step is composed as the core does it: decode rows, chunks, padding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Seeded bugs: what the graphs suite is for. Each is `FullGraphs` with one fault.
 
-BUGS names the clauses that must fail; all others must hold.
+BUGS names the clauses that must fail; all others must hold. What the GPU half says of replays is
+tried on a CPU, where a "graph" is the function that would be captured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import pytest
 
 from core.batch import BatchShape
 from core.testing.graphs import GraphSuite
+from core.testing.graphs_gpu import GraphGpuSuite
+from plugins.graphs.decode import DecodeGraphs
 from plugins.graphs.full import FullGraphs
 
 
@@ -171,3 +174,77 @@ def test_a_strategy_without_a_fault_passes():
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_named_clauses_catch_it_and_no_others(bug):
     assert failing(bug) == BUGS[bug]
+
+
+class Pool:
+    """A GraphPool that calls what it should have captured; `stale` rows keep their old logits."""
+
+    stale = slice(0, 0)
+
+    def __init__(self, device):
+        self.num_bytes, self._models, self._samplers = 0, {}, {}
+
+    def model(self, shape):
+        return self._models.get(shape)
+
+    def sampler(self, shape, variant):
+        return self._samplers.get((shape.num_seqs, variant))
+
+    def capture_model(self, shape, run):
+        (batch,) = run.args
+
+        def replay():
+            before = batch.logits.clone()
+            run()
+            batch.logits[self.stale] = before[self.stale]
+
+        self._models[shape] = replay
+
+    def capture_sampler(self, shape, variant, run):
+        self._samplers[shape.num_seqs, variant] = run
+
+
+class WithoutCuda(DecodeGraphs):
+    """Off CUDA the core refuses who captures, so this one does not say that it does."""
+
+    captures = False
+
+
+class NeverSelectsTheLargest(WithoutCuda):
+    """Each capture costs memory and time, this one for nothing."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+        shape = super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        return None if shape and shape.num_seqs == self._ladder[-1] else shape
+
+
+def replayed(offer):
+    """Run the replay clause of the GPU half for `offer`."""
+
+    class Suite(GraphGpuSuite):
+        def engine(self, **options):
+            engine = super().engine(device="cpu", dtype="float32", **options)
+            engine._executor.capture(lambda *_: None)
+            return engine
+
+    suite = Suite()
+    suite.make = lambda: offer(offer.Config(fine=16))
+    suite.test_replay_equals_eager_bit_for_bit()
+
+
+def test_the_replay_clause_holds_where_replays_are_right(monkeypatch):
+    monkeypatch.setattr("core.executor.GraphPool", Pool)
+    replayed(WithoutCuda)
+
+
+def test_the_replay_clause_sees_a_stale_row(monkeypatch):
+    monkeypatch.setattr("core.executor.GraphPool", Pool)
+    monkeypatch.setattr(Pool, "stale", slice(4, 5))
+    with pytest.raises(AssertionError, match="differ"):
+        replayed(WithoutCuda)
+
+
+def test_the_replay_clause_sees_a_shape_that_nothing_is_padded_to(monkeypatch):
+    monkeypatch.setattr("core.executor.GraphPool", Pool)
+    with pytest.raises(AssertionError, match="captured and never replayed"):
+        replayed(NeverSelectsTheLargest)
