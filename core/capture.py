@@ -19,7 +19,6 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._models: dict[BatchShape, torch.cuda.CUDAGraph] = {}
         self._samplers: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -57,12 +56,15 @@ class GraphPool:
     ) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         """One eager pass first: it compiles kernels and builds plans, which capture must not do."""
         before = torch.cuda.memory_reserved(self._device)
-        torch.cuda.current_stream(self._device).synchronize()
-        with torch.cuda.stream(self._stream):
-            run()
-        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # torch's one capture stream, shared by all engines: cuBLAS keeps 32 MiB of workspace for
+        # every stream that it has seen, which graphs point to and nobody can give back.
+        capture = torch.cuda.graph(graph, pool=self._pool)
+        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(capture.capture_stream):
+            run()
+        capture.capture_stream.synchronize()
+        with capture:
             out = run()
         self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph, out

@@ -9,24 +9,18 @@ clause holds; 1 one fails, or none could be tried; 2 for what the caller can men
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
-import io
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from core import show
 from core.config import did_you_mean, parse_setting, validated
 from core.errors import RunError, UserError
 from core.registry import Registry
 from core.seams import SEAMS
-from core.testing.contract import STATES, Contract
+from core.testing.contract import STATES, Contract, run_suite
 
 _SUITES = {  # on the host, on a GPU
     "kv": ("core.testing.kv", "KVManagerSuite", "core.testing.kv_gpu", "KVManagerGpuSuite"),
@@ -46,8 +40,6 @@ unknown = [name for name in held_to if not hasattr(Suite, name)]
 assert not unknown, f"held_to names {{unknown}}, which the suite does not have"
 TestOffer = type("TestOffer", (Suite,), {{**held_to, "offer": offer, "config": {config!r}}})
 """
-_PYTEST = "-q -s -p no:cacheprovider --import-mode=importlib -W ignore".split()
-_INI = "[pytest]\nmarkers =\n    gpu: needs a CUDA device\n"
 _FITS = "test_fits_the_seam"  # holds for an offer that never runs
 
 
@@ -71,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
     if args.gpu and not importlib.import_module("torch").cuda.is_available():
         raise RunError("--gpu was asked for and torch sees no CUDA device: mend that or drop it")
     module, suite = suites[2:] if args.gpu else suites[:2]
-    contract = _run(_MODULE.format(**vars(args), module=module, suite=suite, config=config), args.k)
+    source = _MODULE.format(**vars(args), module=module, suite=suite, config=config)
+    with show.progress_bar(sys.stderr) as advance:
+        contract = run_suite(source, args.k, advance)
     return _report(contract, f"{seam} {name}")
 
 
@@ -96,31 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", action="store_true", help="the suite for CUDA; a missing GPU is a failure")
     add("-k", default="", metavar="EXPR", help="only the tests that match, as in pytest")
     return parser
-
-
-def _run(source: str, expression: str) -> Contract:
-    """What pytest says of the suite in `source`."""
-    import pytest
-
-    # What the environment has in store for pytest is meant for other tests; threads only get in
-    # each other's way over tensors as small as these (37 s of kv against 8 s on two cores).
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    isolated = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    alone = mock.patch.dict(os.environ, isolated, OMP_NUM_THREADS=threads)
-    with tempfile.TemporaryDirectory() as folder, show.progress_bar(sys.stderr) as advance:
-        file, ini = Path(folder, "test_offer.py"), Path(folder, "pytest.ini")
-        file.write_text(source, encoding="utf-8")
-        ini.write_text(_INI, encoding="utf-8")
-        contract, printed = Contract(advance), io.StringIO()
-        command = [*_PYTEST, "-c", str(ini), "-k", expression, str(file)]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), alone:
-            code = pytest.main(command, plugins=[contract])
-        sys.modules.pop(file.stem, None)  # where pytest would find it again
-    if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
-        raise UserError(f"-k {expression!r} selects nothing: give a part of the name of a test")
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RunError(f"the suite does not run: {printed.getvalue()}")
-    return contract
 
 
 if __name__ == "__main__":

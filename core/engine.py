@@ -148,13 +148,16 @@ class Engine:
         *,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
+        arrival: float | None = None,
     ) -> str:
         """Queue a request, given as text or as token ids; refuses what can never run, with the
         numbers.
 
         Schedulers see `priority` (lower is more urgent) and `metadata` in `Sequence.metadata`.
+        `arrival` is when it was due, in seconds of `time.perf_counter`; None: now.
         """
         self._check_open()
+        arrival = self._clock() if arrival is None else arrival
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
         if request_id in self._requests:
@@ -170,7 +173,7 @@ class Engine:
             token_ids=ids,
             num_prompt=len(ids),
             params=params,
-            arrival=self._clock(),
+            arrival=arrival,
             order=self._num_added,
             max_tokens_total=total,
             num_known=len(ids),

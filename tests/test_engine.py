@@ -432,3 +432,13 @@ def test_priority_and_metadata_reach_the_scheduler(checkpoints):
         while engine.has_unfinished():
             ended += [event.request_id for event in engine.step() if event.output]
     assert ended == ["high", "mid", "low"]
+
+
+def test_ttft_counts_from_the_scheduled_arrival(checkpoints):
+    import time
+
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path) as engine:
+        engine.add_request([5] * 8, SamplingParams(max_tokens=1), arrival=time.perf_counter() - 3)
+        (output,) = [event.output for event in engine.step() if event.output]
+    assert 3000 <= output.metrics.queue_ms <= output.metrics.ttft_ms <= output.metrics.e2e_ms

@@ -150,4 +150,4 @@ def test_the_budget_is_what_is_left(checkpoint):
     with engine(checkpoint, kv_cache_bytes=None, gpu_memory_utilization=0.3) as e:
         assert torch.cuda.memory_reserved() <= 0.3 * total
         left = 0.3 * total - (total - free)
-        assert left - (8 << 30) < e.report()["kv_cache_bytes"] < left
+        assert left - (8 << 30) < e.config.kv_cache_bytes < left

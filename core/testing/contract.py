@@ -1,14 +1,54 @@
-"""What became of every clause of a suite: a pytest plugin that keeps it, for `core.check`."""
+"""A suite run through pytest in this process, and what became of its clauses: for `core.check`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+from core.errors import RunError, UserError
 
 if TYPE_CHECKING:
     import pytest
 
 STATES = ("failed", "ok", "expected", "skipped")  # of a clause: the first that a part of it has
+_PYTEST = "-q -s -p no:cacheprovider --import-mode=importlib -W ignore".split()
+_INI = "[pytest]\nmarkers =\n    gpu: needs a CUDA device\n"
+
+
+def run_suite(source: str, expression: str, advance: Callable[[str, int, int], None]) -> Contract:
+    """What pytest says, in this process, of the suite in the module `source`.
+
+    `expression` is that of pytest's -k. `advance("check", done, all)` is called after each test.
+    Raises UserError where the expression selects nothing, RunError where the module does not load.
+    """
+    import pytest
+
+    # What the environment has in store for pytest is meant for other tests; threads only get in
+    # each other's way over tensors as small as these (37 s of kv against 8 s on two cores).
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    isolated = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    alone = mock.patch.dict(os.environ, isolated, OMP_NUM_THREADS=threads)
+    with tempfile.TemporaryDirectory() as folder:
+        file, ini = Path(folder, "test_offer.py"), Path(folder, "pytest.ini")
+        file.write_text(source, encoding="utf-8")
+        ini.write_text(_INI, encoding="utf-8")
+        contract, printed = Contract(advance), io.StringIO()
+        command = [*_PYTEST, "-c", str(ini), "-k", expression, str(file)]
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), alone:
+            code = pytest.main(command, plugins=[contract])
+        sys.modules.pop(file.stem, None)  # where pytest would find it again
+    if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
+        raise UserError(f"-k {expression!r} selects nothing: give a part of the name of a test")
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RunError(f"the suite does not run: {printed.getvalue()}")
+    return contract
 
 
 class Part(NamedTuple):

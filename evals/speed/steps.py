@@ -3,7 +3,7 @@ physical floor.
 
     python -m evals.speed.steps --model random:qwen3-0.6b --json steps.json
 
-A prefill is timed from `add_request` to its token on the host. A decode step is the time between
+A prefill is the TTFT of a lone prompt, from `add_request` to its token on the host. A decode step is the time between
 two harvests of a full batch whose context passes through `--context`. Prompts are distinct random
 ids and prefix sharing is off. Floors: bytes that must be read over `--bandwidth`, floating-point
 operations over `--flops`, the larger of the two.
@@ -57,18 +57,15 @@ def prefill_floor_ms(facts: ModelFacts, num_tokens: int, bandwidth: float, flops
 def prefill_ms(
     engine: Engine, num_tokens: int, repeats: int, rng: np.random.Generator
 ) -> list[float]:
-    """Milliseconds from `add_request` to the token, one lone prompt at a time."""
+    """TTFT in milliseconds, from `add_request` to the token on the host, one lone prompt at a
+    time."""
     from core.sampling import SamplingParams
 
     one = SamplingParams(max_tokens=1, ignore_eos=True)
     times = []
     for _ in range(repeats + 3):
         prompt = rng.integers(0, engine.facts.vocab_size, num_tokens).tolist()
-        start = time.perf_counter()
-        engine.add_request(prompt, one)
-        while engine.has_unfinished():
-            engine.step()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(engine.generate([prompt], one)[0].metrics.ttft_ms)
     return times[3:]
 
 

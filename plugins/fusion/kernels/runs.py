@@ -72,7 +72,7 @@ def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
         batch.positions,
         (sink.k, sink.v),
         sink.slot_map,
-        sink.fresh,
+        sink.fresh if batch.shape.fresh else None,
         num_heads=facts.num_heads,
         block_size=sink.block_size,
         eps=facts.rms_norm_eps,
