@@ -146,9 +146,7 @@ class Batch:
     seq_lens: Tensor  # [R]
     num_decodes: Tensor  # [1]
     logit_rows: Tensor  # [R], token index whose logits are wanted; padding names token 0
-    sample_slots: (
-        Tensor  # [R], slot that receives the token sampled from each logits row; padding: trash
-    )
+    sample_slots: Tensor  # [R], slot that receives the token of each logits row; padding: trash
     temperature: Tensor  # [R] float32, 0 for greedy
     sample_keys: Tensor  # [R, 2], the row's random key
     kv: dict[str, Tensor]

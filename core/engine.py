@@ -277,9 +277,10 @@ class Engine:
         return touched
 
     def _launch(self, plan: StepPlan) -> None:
+        begun = self._clock()
         try:
             self._in_flight.append(self._executor.launch(plan))
-            self._launched.append(self._clock())
+            self._launched.append(begun)
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
             self.counters.num_failed_steps += 1
             for slot in plan.slots.tolist():

@@ -105,7 +105,7 @@ class Executor:
         sampled_slots = plan.slots[plan.samples]
         epochs = self._slots.epoch[sampled_slots]
         if not num_samples:
-            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, _nothing)
+            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, self._out.mark())
         sampled = self._sample(batch)
         num_top = int(self._slots.num_logprobs[sampled_slots].max())
         assert batch.logits is not None
@@ -345,6 +345,14 @@ class _OutputRing:
             ]
             self._events = [torch.cuda.Event() for _ in range(size)]
         self._turn = 0
+
+    def mark(self) -> Callable[[], None]:
+        """A function that returns once all that has been launched so far has run."""
+        if not self._on_cuda:
+            return _nothing
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def send(
         self, ids: Tensor, logprobs: Logprobs | None, n: int

@@ -169,10 +169,9 @@ def gumbel_scores(logits_RV: Tensor, temperature_R: Tensor, keys_R2: Tensor) -> 
 
 
 def _sample(site: Site, batch: Batch, logits: Tensor) -> tuple[Tensor, ...]:
-    if not batch.needs & Needs.HOT:
-        return (logits.argmax(-1).to(torch.int32),)
-    scores = gumbel_scores(logits, batch.temperature, batch.sample_keys)
-    return (scores.argmax(-1).to(torch.int32),)
+    if batch.needs & Needs.HOT:
+        logits = gumbel_scores(logits, batch.temperature, batch.sample_keys)
+    return (logits.argmax(-1).to(torch.int32),)
 
 
 SAMPLE = Node("sample", ("logits",), ("sampled",), _sample)

@@ -37,19 +37,9 @@ def score(
     refusal = parts.kv.ever_fits(n)
     if refusal:
         raise UserError(refusal)
-    seq = Sequence(
-        request_id="score",
-        token_ids=ids,
-        num_prompt=n,
-        params=SamplingParams(max_tokens=1),
-        arrival=0.0,
-        order=order,
-        max_tokens_total=n,
-        num_known=n,
-        num_tokens=n,
-        share_prefix=False,
-        token_times=np.zeros(n),
-    )
+    seq = Sequence("score", ids, n, SamplingParams(max_tokens=1), 0.0, order, n)
+    seq.num_known = seq.num_tokens = n
+    seq.token_times, seq.share_prefix = np.zeros(n), False
     if not parts.slots.num_free or parts.kv.acquire(seq, n) is None:
         raise UserError(
             f"there is no room to score {n} tokens beside the running requests: "
@@ -58,7 +48,19 @@ def score(
     slot = parts.slots.take(seq, 0, ())
     parts.kv.on_slot(seq, slot)
     try:
-        return _chunks(parts, seq, slot, reducer, rows)
+        targets = torch.from_numpy(ids.astype(np.int64)).to(parts.executor.device)
+        size = min(parts.plan.config.chunk_size or n, parts.limits.max_num_batched_tokens)
+        results: list[_T] = []
+        for start in range(0, n, size):
+            row = np.array([[slot], [start], [min(size, n - start)]], np.int32)
+            hidden = parts.executor.hidden_states(StepPlan(*row, np.zeros(1, np.bool_), 0))
+            for lo in range(0, len(hidden), rows):
+                first, part = start + lo, hidden[lo : lo + rows]
+                with torch.inference_mode():
+                    logits = F.linear(part, parts.model.weights.lm_head)
+                    nexts = targets[first + 1 : first + len(part) + 1]
+                    results.append(reducer(first, logits, nexts))
+        return results
     finally:
         parts.kv.on_slot(seq, None)
         parts.kv.release(seq)
@@ -79,33 +81,3 @@ def score_prompt(parts: Parts, seq: Sequence) -> list[TokenLogprob]:
 
     slices = score(parts, seq.token_ids[: seq.num_prompt], seq.order, reduce, rows=256)
     return [pair for pairs in slices for pair in pairs]
-
-
-def _chunks(
-    parts: Parts,
-    seq: Sequence,
-    slot: int,
-    reducer: Callable[[int, Tensor, Tensor], _T],
-    rows: int,
-) -> list[_T]:
-    size = min(parts.plan.config.chunk_size or seq.num_known, parts.limits.max_num_batched_tokens)
-    targets = torch.from_numpy(seq.token_ids[: seq.num_known].astype(np.int64))
-    targets = targets.to(parts.executor.device)
-    results: list[_T] = []
-    for start in range(0, seq.num_known, size):
-        length = min(size, seq.num_known - start)
-        plan = StepPlan(
-            slots=np.array([slot], np.int32),
-            starts=np.array([start], np.int32),
-            query_lens=np.array([length], np.int32),
-            samples=np.zeros(1, np.bool_),
-            num_decodes=0,
-        )
-        hidden = parts.executor.hidden_states(plan)
-        for lo in range(0, length, rows):
-            first = start + lo
-            part = hidden[lo : min(lo + rows, length)]
-            with torch.inference_mode():
-                logits = F.linear(part, parts.model.weights.lm_head)
-                results.append(reducer(first, logits, targets[first + 1 : first + len(part) + 1]))
-    return results

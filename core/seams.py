@@ -5,7 +5,8 @@ pluggy checks names and arguments when an offer is composed; after that the engi
 methods, because a hook call costs about 2 µs and a method about 0.1 µs. A step makes no hook call.
 
 An *offer* is a class. Its facts are class attributes, read by vetoes, by `--show` and by the
-conformance suites; a fact claimed and not held is a failure. Its options are a nested
+conformance suites; a fact claimed and not held is a failure. A lossy offer declares what it is held
+to in `held_to`: class attributes of its suite, by name. Its options are a nested
 `Config(OfferConfig)`; it is constructed as `Offer(config)`. Importing the module of an offer must
 import neither torch nor triton. Methods marked `optional` may be missing.
 """

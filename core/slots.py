@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
     from core.batch import Limits, Sequence
 
-NO_TOKEN = (
-    -1
-)  # an id that no tokenizer has: "still on the device" in a batch, "no stop id" in stop_ids
+# An id that no tokenizer has: "still on the device" in a batch, "no stop id" in stop_ids.
+NO_TOKEN = -1
 
 
 class Slots:
@@ -66,11 +65,14 @@ class Slots:
         self.temperature[slot] = params.temperature * (params.needs & Needs.HOT)
         self.seed_state[slot] = seed_state(seed)
         self.filters[slot] = params.top_k, params.top_p, params.min_p
-        self.penalties[slot, 0] = params.repetition_penalty
-        self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
+        self.penalties[slot, :3] = params.penalties
         self.min_total[slot] = seq.num_prompt + params.min_tokens
         self.has_stop_strings[slot] = bool(params.stop)
-        self._set_stop_ids(slot, stop_ids)
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
         self.needs[slot] = params.needs
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.owner[slot] = seq
@@ -96,12 +98,3 @@ class Slots:
             seq.num_known = int(self.num_known[slot])
             seq.num_tokens = int(self.num_tokens[slot])
             seq.num_computed = int(self.num_computed[slot])
-
-    def _set_stop_ids(self, slot: int, stop_ids: Seq[int]) -> None:
-        width = self.stop_ids.shape[1]
-        if len(stop_ids) > width:
-            grown = np.full((self.stop_ids.shape[0], len(stop_ids)), NO_TOKEN, np.int32)
-            grown[:, :width] = self.stop_ids
-            self.stop_ids = grown
-        self.stop_ids[slot] = NO_TOKEN
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
     from core.batch import Limits
 
+    Arrays = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (shape, numpy dtype name)
+
 _ALIGN = 16  # bytes
 
 
-class Section(NamedTuple):
-    """One array of the packed buffer."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
+def core_sections(limits: Limits) -> Arrays:
     """The core's own arrays. Those of one length share an array, to be padded in one assignment.
 
     "rows": slots, seq_lens, logit_rows, sample_slots; "tokens": token_ids, positions, token_slots.
@@ -54,24 +48,17 @@ def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
 class Staging:
     """Host ring and device buffer for a set of named arrays."""
 
-    def __init__(
-        self, arrays: Mapping[str, tuple[tuple[int, ...], str]], device: torch.device, num_host: int
-    ) -> None:
-        self._sections, num_bytes = _lay_out(arrays)
-        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.device = {name: _view(self._device, s) for name, s in self._sections.items()}
+    def __init__(self, arrays: Arrays, device: torch.device, num_host: int) -> None:
+        size = sum(_padded(*array) for array in arrays.values())
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.device = _views(self._device, arrays)
         self._on_cuda = device.type == "cuda"
+        self._ring = [self._device]
         if self._on_cuda:
-            self._ring = [
-                torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_host)
-            ]
-            self._copied = [torch.cuda.Event() for _ in range(num_host)]
-        else:
-            self._ring = [self._device]
-        self._host = [
-            {name: _view(buffer, s).numpy() for name, s in self._sections.items()}
-            for buffer in self._ring
-        ]
+            self._ring = [self._device.cpu().pin_memory() for _ in range(num_host)]
+            self._copied = [torch.cuda.Event() for _ in self._ring]
+        views = [_views(buffer, arrays) for buffer in self._ring]
+        self._host = [{name: v.numpy() for name, v in one.items()} for one in views]
         self._turn = 0
 
     def host(self) -> dict[str, NDArray[Any]]:
@@ -88,19 +75,17 @@ class Staging:
             self._turn = (self._turn + 1) % len(self._ring)
 
 
-def _lay_out(
-    arrays: Mapping[str, tuple[tuple[int, ...], str]],
-) -> tuple[dict[str, Section], int]:
-    sections: dict[str, Section] = {}
+def _padded(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes from the start of an array to the start of the next."""
+    return math.ceil(math.prod(shape) * np.dtype(dtype).itemsize / _ALIGN) * _ALIGN
+
+
+def _views(buffer: Tensor, arrays: Arrays) -> dict[str, Tensor]:
+    views: dict[str, Tensor] = {}
     offset = 0
-    for name, (shape, dtype_name) in arrays.items():
-        dtype = np.dtype(dtype_name)
-        sections[name] = Section(offset, shape, dtype)
-        offset += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGN) * _ALIGN
-    return sections, offset
-
-
-def _view(buffer: Tensor, section: Section) -> Tensor:
-    num_bytes = math.prod(section.shape) * section.dtype.itemsize
-    flat = buffer[section.offset : section.offset + num_bytes]
-    return flat.view(getattr(torch, section.dtype.name)).view(section.shape)
+    for name, (shape, dtype) in arrays.items():
+        section = buffer[offset : offset + _padded(shape, dtype)]
+        flat = section.view(getattr(torch, np.dtype(dtype).name))
+        views[name] = flat[: math.prod(shape)].view(shape)
+        offset += _padded(shape, dtype)
+    return views

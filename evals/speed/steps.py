@@ -3,10 +3,10 @@ physical floor.
 
     python -m evals.speed.steps --model random:qwen3-0.6b --json steps.json
 
-A prefill is the TTFT of a lone prompt, from `add_request` to its token on the host. A decode step is the time between
-two harvests of a full batch whose context passes through `--context`. Prompts are distinct random
-ids and prefix sharing is off. Floors: bytes that must be read over `--bandwidth`, floating-point
-operations over `--flops`, the larger of the two.
+A prefill is the TTFT of a lone prompt, from `add_request` to its token on the host. A decode step
+is the time between two harvests of a full batch whose context passes through `--context`. Prompts
+are distinct random ids and prefix sharing is off. Floors: bytes that must be read over
+`--bandwidth`, floating-point operations over `--flops`, the larger of the two.
 """
 
 from __future__ import annotations

@@ -52,11 +52,12 @@ class FullGraphs:
         top = min(limits.max_num_batched_tokens, self.config.max_tokens)
         self._limits = limits
         self._rows = rungs(limits.max_num_seqs, self.config.fine)
-        self._fresh = tuple(n for n in rungs(top, self.config.fine_tokens) if n > 1)
+        longest = min(top, limits.max_model_len)
+        self._fresh = tuple(n for n in rungs(longest, self.config.fine_tokens) if n > 1)
         # A mixed step carries max_num_seqs rows whatever it holds, so short rungs would save
         # nothing.
         mixed = rungs(top, 4 * self.config.fine_tokens) if self.config.mixed else ()
-        self._mixed = tuple(n for n in mixed if n >= min(top, _FEWEST_MIXED_TOKENS))
+        self._mixed = tuple(n for n in mixed if n >= min(top, _FEWEST_MIXED_TOKENS) and n > 1)
         return [
             *(self._decode(n) for n in self._rows),
             *(self._prompt(n) for n in self._fresh),

@@ -401,7 +401,7 @@ def test_greedy_mostly_agrees_with_paged(outlier):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_hits_and_scarcity_change_no_token(outlier, overlap, preemption):
-    """Codes and scales are shared, moved to the host, given away, computed again; the text stays."""
+    """Codes and scales are shared, moved to the host, given away, made again: the text stays."""
     path, _ = outlier
     rng = np.random.default_rng(5)
     stem = rng.integers(3, 290, 70).tolist()
