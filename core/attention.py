@@ -35,21 +35,10 @@ def attend(kv: KVManager, layer: int, q_THD: Tensor, batch: Batch, *, scale: flo
     for slot, seq_len, lo, hi in zip(
         host.slots.tolist(), host.seq_lens.tolist(), starts[:-1], starts[1:], strict=True
     ):
-        k, v, positions = kv.gather(slot, layer, 0, seq_len)
-        out_THD[lo:hi] = _attend_row(q_THD[lo:hi], k, v, positions, batch.positions[lo:hi], scale)
+        k_NKD, v_NKD, positions = kv.gather(slot, layer, 0, seq_len)
+        row = (q_THD[lo:hi], k_NKD, v_NKD)
+        q, k, v = (values.to(q_THD.dtype).transpose(0, 1)[None] for values in row)
+        mask = positions[None, :] <= batch.positions[lo:hi, None]
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        out_THD[lo:hi] = out[0].transpose(0, 1)
     return out_THD.flatten(1)
-
-
-def _attend_row(
-    q: Tensor, k: Tensor, v: Tensor, key_positions: Tensor, query_positions: Tensor, scale: float
-) -> Tensor:
-    """q [n, H, D] of one row over its k and v [m, K, D], masked by position: [n, H, D]."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.to(q.dtype).transpose(0, 1)[None],
-        v.to(q.dtype).transpose(0, 1)[None],
-        attn_mask=key_positions[None, :] <= query_positions[:, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from core import __version__
-from core.errors import UserError
+from core.errors import UserError, explained
 from core.seams import PROJECT, SEAMS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -96,7 +96,7 @@ def validated(
     `prefix` goes before the name of each field.
     """
     try:
-        return schema(**values)
+        return schema.model_validate(values)
     except ValidationError as error:
         parts = []
         for item in error.errors():
@@ -121,6 +121,12 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key.strip(), json.loads(raw)
     except ValueError:
         return key.strip(), raw
+
+
+def json_object(text: str, where: str, advice: str) -> dict[str, Any]:
+    """The object that `text` is in JSON, or a UserError about `where`."""
+    with explained(f"{where} is no JSON object", advice):
+        return {**json.loads(text)}
 
 
 def settings_by_seam(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

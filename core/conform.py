@@ -5,8 +5,8 @@ Argument names are checked by pluggy, their order and number by the signature.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import pluggy
@@ -57,22 +57,13 @@ def _problem(caller: pluggy.HookCaller, offer: Any) -> str:
     if not caller.get_hookimpls():
         optional = getattr(caller.spec.function, "optional", False)
         return "" if optional else f"it lacks the method {caller.name}"
+    # pluggy lets a method take fewer arguments, or the same in another order; a plain call does not.
     wanted = caller.spec.argnames
-    fits = _takes(getattr(offer, caller.name), wanted)
-    return "" if fits else f"{caller.name} does not take ({', '.join(wanted)})"
-
-
-def _takes(method: Any, wanted: Sequence[str]) -> bool:
-    """Whether `method` can be called with the arguments `wanted`, by position and by name.
-
-    pluggy lets an implementation take fewer arguments, or the same in another order; a plain call
-    does not.
-    """
-    try:
-        given = inspect.signature(method).bind(*wanted)
-    except TypeError:
-        return False
-    return list(given.arguments) == list(wanted)
+    with contextlib.suppress(TypeError):
+        given = inspect.signature(getattr(offer, caller.name)).bind(*wanted)
+        if tuple(given.arguments) == wanted:
+            return ""
+    return f"{caller.name} does not take ({', '.join(wanted)})"
 
 
 def fact_problems(seam: str, offer: Any) -> list[str]:

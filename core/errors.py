@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """Something the caller can mend: what is wrong, the numbers, the next action. Exit code 2."""
@@ -15,3 +18,22 @@ class RunError(RuntimeError):
 def reason(error: BaseException) -> str:
     """What an exception says, on one line, after the name of its class."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def explained(
+    what: str,
+    advice: str,
+    kind: type[Exception] = UserError,
+    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+) -> Iterator[None]:
+    """An exception that is `caught` becomes "WHAT: its reason; ADVICE", a `kind`.
+
+    Those which are sentences for people already go through.
+    """
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except caught as error:
+        raise kind(f"{what}: {reason(error)[:300]}; {advice}") from error

@@ -70,21 +70,17 @@ class Executor:
         self._sample_chain = [Placed(SAMPLE, self._chain[-1].site)]
         self._operations: dict[tuple[str, ...], list[Operation]] = {}
         self._kv_arrays = dict(kv.metadata(limits))
-        self._staging = Staging(
-            {**core_sections(limits), **self._kv_arrays}, device, num_in_flight + 1
-        )
+        arrays = {**core_sections(limits), **self._kv_arrays}
+        self._staging = Staging(arrays, device, num_in_flight + 1)
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
         self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)
-        self._count = np.arange(
-            max(limits.max_model_len, limits.max_num_batched_tokens), dtype=np.int32
-        )
+        longest = max(limits.max_model_len, limits.max_num_batched_tokens)
+        self._count = np.arange(longest, dtype=np.int32)
         self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self.sampler = Sampler(trash + 1, facts.vocab_size, self._staging.device)
-        self._logits = torch.zeros(
-            limits.max_num_seqs, facts.vocab_size, dtype=facts.dtype, device=device
-        )
-        self._out = _OutputRing(limits.max_num_seqs, device, num_in_flight + 1)
+        shape = limits.max_num_seqs, facts.vocab_size
+        self._logits = torch.zeros(shape, dtype=facts.dtype, device=device)
         self._pool: GraphPool | None = None
         self._shapes: dict[BatchShape, Batch] = {}
 
@@ -105,13 +101,28 @@ class Executor:
         sampled_slots = plan.slots[plan.samples]
         epochs = self._slots.epoch[sampled_slots]
         if not num_samples:
-            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, self._out.mark())
+            _, wait = self._send_home()
+            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, wait)
         sampled = self._sample(batch)
         num_top = int(self._slots.num_logprobs[sampled_slots].max())
-        assert batch.logits is not None
-        logprobs = token_logprobs(batch.logits, sampled, num_top) if num_top >= 0 else None
-        ids, logprobs, wait = self._out.send(sampled, logprobs, num_samples)
-        return InFlight(plan, sampled_slots, epochs, ids, logprobs, wait)
+        found: tuple[Tensor, ...] = ()
+        if num_top >= 0:
+            assert batch.logits is not None
+            found = token_logprobs(batch.logits, sampled, num_top)
+        (ids, *logprobs), wait = self._send_home(*(t[:num_samples] for t in (sampled, *found)))
+        kept = Logprobs(*logprobs) if logprobs else None
+        return InFlight(plan, sampled_slots, epochs, ids, kept, wait)
+
+    def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], object]]:
+        """Start copies to the host; they are valid, and the step has run, once the function that is
+        given back has returned."""
+        if self.device.type != "cuda":
+            return [tensor.numpy() for tensor in tensors], _nothing
+        # To pinned memory, which torch keeps and reuses in stream order.
+        arrays = [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
+        event = torch.cuda.Event()
+        event.record()
+        return arrays, event.synchronize
 
     def _run_step(self, batch: Batch) -> None:
         """From the metadata to the logits: what a graph captures."""
@@ -148,7 +159,7 @@ class Executor:
 
     # -------- staging
 
-    def _stage(self, plan: StepPlan) -> tuple[Batch, int]:
+    def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, int]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them."""
         num_rows = len(plan.slots)
         lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
@@ -158,7 +169,7 @@ class Executor:
         fresh = num_rows == 1 and not lone_tokens and not plan.starts[0]
         wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), fresh)
         num_samples = int(np.count_nonzero(plan.samples))
-        batch = self._captured(wanted) if self._pool else None
+        batch = self._captured(wanted) if self._pool and not eagerly else None
         if batch is None:
             batch = self._view(wanted, num_samples)
         host = self._staging.host()
@@ -311,67 +322,15 @@ class Executor:
     @torch.inference_mode()
     def hidden_states(self, plan: StepPlan) -> Tensor:
         """The final hidden states of one eager step, [T, hidden], through the stored KV path."""
-        batch, _ = self._stage_eagerly(plan)
+        batch, _ = self._stage(plan, eagerly=True)
         self._kv.begin_step(batch)
         live = execute(self._cover(self._chain[:-1], batch.shape.num_tokens), batch, {})
         return live["hidden"]
-
-    def _stage_eagerly(self, plan: StepPlan) -> tuple[Batch, int]:
-        pool, self._pool = self._pool, None
-        try:
-            return self._stage(plan)
-        finally:
-            self._pool = pool
 
     @property
     def graph_bytes(self) -> int:
         """Device memory that the graphs hold."""
         return self._pool.num_bytes if self._pool else 0
-
-    @property
-    def operations(self) -> list[str]:
-        """Names of the operations of one layer's neighbourhood at one token, as covered now."""
-        return [op.name for op in self._cover(self._chain, 1)]
-
-
-class _OutputRing:
-    """Host copies of sampled ids, one buffer a step in flight."""
-
-    def __init__(self, num_rows: int, device: torch.device, size: int) -> None:
-        self._on_cuda = device.type == "cuda"
-        if self._on_cuda:
-            self._ids = [
-                torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(size)
-            ]
-            self._events = [torch.cuda.Event() for _ in range(size)]
-        self._turn = 0
-
-    def mark(self) -> Callable[[], None]:
-        """A function that returns once all that has been launched so far has run."""
-        if not self._on_cuda:
-            return _nothing
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
-
-    def send(
-        self, ids: Tensor, logprobs: Logprobs | None, n: int
-    ) -> tuple[NDArray[np.int32], Logprobs | None, Callable[[], None]]:
-        """Start the copy; the arrays are valid once the returned function has returned."""
-        wait: Callable[[], None] = _nothing
-        sources = [tensor[:n] for tensor in (ids, *(logprobs or ()))]
-        if self._on_cuda:
-            # Log-probabilities are rare and as wide as was asked: a buffer of their own each time.
-            rest = [torch.empty_like(t, device="cpu", pin_memory=True) for t in sources[1:]]
-            homes = [self._ids[self._turn][:n], *rest]
-            for home, source in zip(homes, sources, strict=True):
-                home.copy_(source, non_blocking=True)
-            event = self._events[self._turn]
-            event.record()
-            self._turn = (self._turn + 1) % len(self._events)
-            sources, wait = homes, event.synchronize
-        host_ids, *found = (tensor.numpy() for tensor in sources)
-        return host_ids, Logprobs(*found) if found else None, wait
 
 
 def _nothing() -> None:

@@ -80,6 +80,8 @@ def facts_from_config(
     if num_heads % num_kv_heads:
         _refuse("num_key_value_heads", num_kv_heads, f"it must divide the {num_heads} query heads")
     theta, rope_scaling, max_position = _rope(config)
+    eos = (generation_config or {}).get("eos_token_id")
+    eos = config.get("eos_token_id", []) if eos is None else eos
     bias = kind in ("qwen3", "llama") and bool(config.get("attention_bias", False))
     return ModelFacts(
         architecture=kind,
@@ -100,14 +102,14 @@ def facts_from_config(
         qk_norm=kind == "qwen3",
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=dtype,
-        eos_token_ids=_eos_token_ids(config, generation_config or {}),
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
     )
 
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
     raise UserError(
-        f"The config field {name} is {reprlib.repr(value)}, but {why}; choose a dense Qwen2, "
-        "Qwen2.5, Qwen3, Llama or Mistral checkpoint with full attention."
+        f"The config field {name} is {reprlib.repr(value)}, but {why}; choose a published, dense "
+        "Qwen2, Qwen2.5, Qwen3, Llama or Mistral checkpoint with full attention."
     )
 
 
@@ -132,10 +134,7 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     """A positive number; `default` stands in where the field is missing or null."""
     value = default if config.get(name) is None else config[name]
     if not isinstance(value, int) or value < 1:
-        raise UserError(
-            f"The config field {name} is {value!r} where a positive number is needed; restore the "
-            "config.json that was published with the weights."
-        )
+        _refuse(name, value, "it must be a positive number")
     return value
 
 
@@ -159,26 +158,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any], int]:
         return theta, {}, max_position
     if rope_type != "yarn":
         _refuse(f"{where}.rope_type", rope_type, "the supported RoPE types are default and yarn")
-    original = (
-        config.get("original_max_position_embeddings")
-        or given.get("original_max_position_embeddings")
-        or max_position
-    )
-    yarn = {
-        "rope_type": "yarn",
-        "factor": float(given.get("factor") or max_position / original),
-        "original_max_position_embeddings": original,
-    }
-    yarn.update({name: given[name] for name in _YARN_OPTIONS if name in given})
+    length = "original_max_position_embeddings"
+    original = config.get(length) or given.get(length) or max_position
+    factor = float(given.get("factor") or max_position / original)
+    options = {name: given[name] for name in _YARN_OPTIONS if name in given}
+    yarn = {"rope_type": "yarn", "factor": factor, length: original, **options}
     # Qwen2.5 keeps max_position_embeddings at the original length and means factor times that.
-    return theta, yarn, max(max_position, int(yarn["factor"] * original))
-
-
-def _eos_token_ids(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    for source in (generation_config, config):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
+    return theta, yarn, max(max_position, int(factor * original))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pluggy
 
-from core.errors import RunError, UserError, reason
+from core.errors import RunError, explained
 from core.seams import PROJECT
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ class Hooks:
         answers = []
         for impl in getattr(self._manager.hook, name).get_hookimpls():
             owner = self._owners[impl.plugin_name]
-            try:
+            advice = f"report that to its authors, or block it with -p no:{owner.name}"
+            with explained(f"plugin {owner} failed in {name}", advice, RunError):
                 answers.append((owner, impl.function(*(argument for _ in impl.argnames))))
-            except (UserError, RunError):
-                raise
-            except Exception as error:
-                raise RunError(f"plugin {owner} failed in {name}: {reason(error)}") from error
         return answers

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import did_you_mean
-from core.errors import UserError, reason
+from core.config import did_you_mean, json_object
+from core.errors import UserError, explained
 from core.facts import ModelFacts, facts_from_config
+from core.inputs import read_text
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from core.weights import ModelWeights, Progress, random_weights, read_weights
 
@@ -22,42 +22,23 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Sub-directories and consolidated files hold the weights again, in other formats.
 _HUB_EXTRAS = ["*/*", "consolidated*.safetensors"]
-_HUB_ADVICE = {
-    "GatedRepoError": "accept its terms on the hub and set HF_TOKEN",
-    "RepositoryNotFoundError": "check the name, or set HF_TOKEN if it is private",
-    "LocalEntryNotFoundError": "unset HF_HUB_OFFLINE, check the connection",
+
+# What matters here of the published config.json files; "tiny" is our own, and untied because a tied
+# model this small repeats its last token for ever. They name no token that ends a sequence, because
+# what random weights write has no end.
+_FIELDS = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size max_position_embeddings tie_word_embeddings""".split()
+_SHAPES = {
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, True),
+    "qwen3-1.7b": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, 40960, True),
+    "qwen3-4b": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, 40960, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, False),
+    "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 64, 151936, 32768, True),
+    "tiny": ("qwen3", 64, 128, 2, 4, 2, 32, 320, 4096, False),
 }
-
-
-def _shape(hidden: int, inner: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
-    """A config; what `fields` leave out is as in the small Qwen3 models."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": True,
-    } | fields
-
-
-_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
-# Untied: a tied model this small repeats its last token for ever.
-_TINY = {"vocab_size": 320, "max_position_embeddings": 4096, "tie_word_embeddings": False}
-# What matters here of the published config.json files; "tiny" is our own. They name no token that
-# ends a sequence, because what random weights write has no end.
 RANDOM_SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "random:qwen3-0.6b": _shape(1024, 3072, 28, 16),
-    "random:qwen3-1.7b": _shape(2048, 6144, 28, 16),
-    "random:qwen3-4b": _shape(2560, 9728, 36, 32),
-    "random:qwen3-8b": _shape(4096, 12288, 36, 32, tie_word_embeddings=False),
-    "random:qwen2.5-0.5b": _shape(896, 4864, 24, 14, num_key_value_heads=2, head_dim=64, **_QWEN2),
-    "random:tiny": _shape(64, 128, 2, 4, num_key_value_heads=2, head_dim=32, **_TINY),
+    f"random:{name}": {"rope_theta": 1000000, **dict(zip(_FIELDS, shape, strict=True))}
+    for name, shape in _SHAPES.items()
 }
 
 
@@ -78,7 +59,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> LoadedModel:
     """Load `model`: a directory, a hub id `org/name`, or `random:NAME` of a published shape.
 
@@ -119,24 +100,18 @@ def _find(model: str) -> tuple[Path, str]:
         )
     import huggingface_hub
 
-    try:
+    advice = (
+        "check the name and the connection, unset HF_HUB_OFFLINE, set HF_TOKEN where it is gated "
+        "or private, or give the directory of a copy."
+    )
+    with explained(f"{model} is no directory, and cannot be had from the hub", advice):
         path = huggingface_hub.snapshot_download(
             model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS
         )
-    except Exception as error:  # the client's HTTP library differs from version to version
-        advice = _HUB_ADVICE.get(type(error).__name__, "try again")
-        raise UserError(
-            f"{model} is no directory, and cannot be had from the hub ({reason(error)[:200]}); "
-            f"{advice}, or give the directory of a copy."
-        ) from error
     return Path(path), model
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        return {**json.loads(path.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} holds no JSON object ({error}); download it again.") from error
+    text = read_text(str(path)) if path.is_file() else "{}"
+    return json_object(text, str(path), "download it again.")

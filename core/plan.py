@@ -9,13 +9,13 @@ resolves them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from core.config import OfferConfig, RunConfig, settings_by_seam, validated, versions
 from core.conform import bind
-from core.errors import RunError, UserError, reason
+from core.errors import RunError, UserError, explained
 from core.registry import Offer, Owner, Registry, origin
 from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler
 
@@ -43,13 +43,9 @@ class Choice:
 
     def build(self) -> Any:
         """The object, checked against its seam; an exception becomes a RunError that names it."""
-        try:
+        who = f"{self.seam} '{self.name}' of {self.owner} could not be made"
+        with explained(who, f"choose another {self.seam}", RunError):
             made = self.offer(self.config) if self.instance is None else self.instance
-        except (UserError, RunError):
-            raise
-        except Exception as error:
-            who = f"{self.seam} '{self.name}' of {self.owner}"
-            raise RunError(f"{who} could not be made: {reason(error)}") from error
         return bind(self.seam, made)
 
 
@@ -86,14 +82,11 @@ class Plan:
         parts = [f"{choice.seam}={choice.name}" for choice in self.choices]
         return " ".join([*parts, f"device={self.config.device}", f"dtype={self.config.dtype}"])
 
-    def dump(self, config: RunConfig | None = None) -> dict[str, Any]:
-        """JSON-able record of what ran: config, options of each offer, owners, versions.
-
-        `config` replaces the plan's own where the engine has resolved more of it.
-        """
+    def dump(self) -> dict[str, Any]:
+        """JSON-able record of what ran: config, options of each offer, owners, versions."""
         owners = self.registry.owners.values()
         record = {
-            "config": (config or self.config).model_dump(),
+            "config": self.config.model_dump(),
             "offers": {
                 choice.seam: {
                     "name": choice.name,
@@ -124,8 +117,7 @@ def resolve(config: RunConfig, registry: Registry) -> Plan:
         values["enable_prefix_caching"] = choices["kv"].offer.prefix_sharing
     resolved = config.model_copy(update={"device": device, **values})
     plan = Plan(resolved, **choices, registry=registry)
-    refusals = _refusals(plan) + registry.hooks.check_combination(plan)
-    if refusals:
+    if refusals := [*_refusals(plan), *registry.hooks.check_combination(plan)]:
         raise UserError("; moreover, ".join(refusals))
     return plan
 
@@ -136,12 +128,12 @@ def _device(wanted: str | None) -> str:
     import torch
 
     num_gpus = torch.cuda.device_count()
-    known = ["cuda", *(f"cuda:{i}" for i in range(num_gpus))] if num_gpus else ["cpu"]
-    if wanted is None or wanted in known:
-        return wanted or known[0]
+    gpus = ["cuda", *(f"cuda:{i}" for i in range(num_gpus))] if num_gpus else []
+    if wanted is None or wanted in gpus:
+        return wanted or (gpus[0] if gpus else "cpu")
     raise UserError(
         f"there is no device '{wanted}', torch {torch.__version__} sees {num_gpus} CUDA devices: "
-        f"choose one of {', '.join(dict.fromkeys(['cpu', *known]))}"
+        f"choose one of {', '.join(['cpu', *gpus])}"
     )
 
 
@@ -160,58 +152,45 @@ def _defaults(config: RunConfig, on_cuda: bool) -> dict[str, Any]:
 
 def _choose(seam: str, wanted: Any, settings: Mapping[str, Any], registry: Registry) -> Choice:
     """The choice of one seam from a name, a class, or a configured instance."""
-    instance = None if isinstance(wanted, str | type) else wanted
     if isinstance(wanted, str):
         found = registry.find(seam, wanted)
     else:
-        cls = wanted if instance is None else type(wanted)
+        cls = wanted if isinstance(wanted, type) else type(wanted)
         owner = Owner(cls.__module__, "", "", origin(cls) or f"module {cls.__module__}")
         found = Offer(seam, cls.__qualname__, cls, owner)
     offer: Any = found.load()
-    if instance is None:
+    if isinstance(wanted, str | type):
         config = validated(offer.Config, settings, f"{seam} '{found.name}'", f"{seam}.")
-    elif settings:
+        return Choice(seam, found.name, found.owner, offer, config)
+    if settings:
         raise UserError(
             f"{seam} was given as an object, which has its options already: set "
             f"{', '.join(settings)} in its Config instead of in the settings"
         )
-    else:
-        given = getattr(wanted, "config", None)
-        config = given if isinstance(given, OfferConfig) else None
-    return Choice(seam, found.name, found.owner, offer, config, instance)
+    given = getattr(wanted, "config", None)
+    config = given if isinstance(given, OfferConfig) else None
+    return Choice(seam, found.name, found.owner, offer, config, wanted)
 
 
-def _refusals(plan: Plan) -> list[str]:
+def _refusals(plan: Plan) -> Iterator[str]:
     """What the facts of the offers themselves rule out, whoever wrote them."""
-    config, kv, graphs = plan.config, plan.kv, plan.graphs
-    found = []
-    if graphs.offer.captures and config.device == "cpu":
-        found.append(
-            f"graphs '{graphs.name}' captures CUDA graphs and the device is cpu: "
-            "choose --graphs none"
-        )
-    if graphs.offer.captures and not kv.offer.graph_safe:
-        found.append(
-            f"graphs '{graphs.name}' captures attention and kv '{kv.name}' is not graph_safe: "
-            "choose --graphs none or another kv"
-        )
+    config, kv, graphs = plan.config, plan.kv, f"graphs '{plan.graphs.name}' captures"
+    seqs, tokens = config.max_num_seqs or 0, config.max_num_batched_tokens or 0
+    if plan.graphs.offer.captures and config.device == "cpu":
+        yield f"{graphs} CUDA graphs and the device is cpu: choose --graphs none"
+    if plan.graphs.offer.captures and not kv.offer.graph_safe:
+        why = f"attention and kv '{kv.name}' is not graph_safe"
+        yield f"{graphs} {why}: choose --graphs none or another kv"
     if config.enable_prefix_caching and not kv.offer.prefix_sharing:
-        found.append(
-            f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes: "
-            "drop --enable-prefix-caching or choose another kv"
-        )
+        why = f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes"
+        yield f"{why}: drop --enable-prefix-caching or choose another kv"
     if config.preemption == "swap" and getattr(kv.offer, "save", None) is None:
-        found.append(
-            f"kv '{kv.name}' cannot save to the host: choose --preemption recompute or another kv"
-        )
+        why = f"kv '{kv.name}' cannot save to the host"
+        yield f"{why}: choose --preemption recompute or another kv"
     if config.chunk_size and not config.enable_chunked_prefill:
-        found.append(
-            f"chunk_size is {config.chunk_size} and chunked prefill is off: drop one of the two"
-        )
-    if (config.max_num_batched_tokens or 0) < (config.max_num_seqs or 0):
-        found.append(
-            f"a step holds max_num_batched_tokens={config.max_num_batched_tokens} tokens, fewer "
-            f"than the max_num_seqs={config.max_num_seqs} sequences that decode one each: raise "
-            "the one or lower the other"
-        )
-    return found
+        why = f"chunk_size is {config.chunk_size} and chunked prefill is off"
+        yield f"{why}: drop one of the two"
+    if tokens < seqs:
+        why = f"a step holds max_num_batched_tokens={tokens} tokens, fewer than the "
+        why += f"max_num_seqs={seqs} sequences that decode one each"
+        yield f"{why}: raise the one or lower the other"

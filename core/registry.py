@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
 from core import __version__, hookspecs
 from core.config import did_you_mean
 from core.conform import fact_problems
-from core.errors import UserError, reason
+from core.errors import UserError, explained, reason
 from core.seams import PROJECT, SEAMS
 
 BUILTIN = ("plugins.builtin",)
@@ -64,26 +64,21 @@ class Offer:
 
     def load(self) -> type:
         """The class, its API number and facts checked. Raises UserError with the reason."""
-        who, target = f"{self.seam} '{self.name}' of {self.owner}", self.target
-        try:
-            offer: type = pkgutil.resolve_name(target) if isinstance(target, str) else target
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"{who} cannot be loaded: {reason(error)}; repair it or choose another {self.seam}"
-            ) from error
+        who, offer = f"{self.seam} '{self.name}' of {self.owner}", self.target
+        if isinstance(offer, str):
+            with explained(f"{who} cannot be loaded", f"repair it or choose another {self.seam}"):
+                offer = pkgutil.resolve_name(offer)
         if problems := fact_problems(self.seam, offer):
             raise UserError(f"{who} does not fit the seam: {'; '.join(problems)}")
-        return offer
+        return cast(type, offer)
 
 
 class _Plugins(pluggy.PluginManager):
     """Functions of a plugin are hooks by their prefix: a forgotten `@hookimpl` hides none."""
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        marked = super().parse_hookimpl_opts(plugin, name)
-        if marked is None and name.startswith(PREFIX) and inspect.isfunction(getattr(plugin, name)):
-            return {}
-        return marked
+        hook = name.startswith(PREFIX) and inspect.isfunction(getattr(plugin, name))
+        return super().parse_hookimpl_opts(plugin, name) or ({} if hook else None)
 
 
 class Registry:
@@ -107,8 +102,9 @@ class Registry:
         for module in builtin:
             owner = Owner(module.rpartition(".")[2], PROJECT, __version__, "")
             self._add(owner, functools.partial(_load, module), module)
-        for owner, point in _entry_points():
-            self._add(owner, point.load)
+        for point in _entry_points():
+            dist: Any = point.dist  # known of what was discovered
+            self._add(Owner(point.name, dist.name, dist.version, point.value), point.load)
         for plugin in given:
             loaded = self._manager.is_registered(sys.modules.get(plugin))
             if not loaded and not plugin.startswith("no:"):
@@ -120,14 +116,14 @@ class Registry:
 
     def find(self, seam: str, name: str) -> Offer:
         """The offer of that name; a UserError with near misses and the plugins kept aside."""
+        if seam not in SEAMS:
+            raise UserError(f"there is no seam '{seam}'{did_you_mean(seam, SEAMS, 'seams')}")
         known = self.offers[seam]
         if name in known:
             return known[name]
+        aside = ", ".join(f"{_who(owner)} ({why})" for owner, why in self.aside.items())
         message = f"there is no {seam} called '{name}'{did_you_mean(name, sorted(known))}"
-        if self.aside:
-            aside = ", ".join(f"{_who(owner)} ({why})" for owner, why in self.aside.items())
-            message += f"; plugins kept aside: {aside}"
-        raise UserError(message)
+        raise UserError(f"{message}; plugins kept aside: {aside}" if aside else message)
 
     def _add(self, owner: Owner, load: Callable[[], Any], asked: str = "") -> None:
         """Load a plugin and take its offers, all or none.
@@ -148,8 +144,7 @@ class Registry:
             self._manager.register(plugin, owner.name)
             offers = self._collect(plugin, owner)
         except (Exception, SystemExit) as error:
-            if self._manager.has_plugin(owner.name):
-                self._manager.unregister(name=owner.name)
+            self._manager.unregister(name=owner.name)
             if asked:
                 raise UserError(
                     f"plugin '{asked}' cannot be used: {reason(error)}; -p takes a module that "
@@ -203,26 +198,17 @@ def _who(owner: Owner) -> str:
     return f"{owner.name} of {owner}"
 
 
-def _entry_points() -> list[tuple[Owner, EntryPoint]]:
-    """The entry points of the group, or those of them that OUTWEIGH_PLUGINS names, by name.
-
-    Until one is loaded, its origin is where its metadata lies.
-    """
-    found = []
-    for point in entry_points(group=PROJECT):
-        assert point.dist is not None, "entry points that were discovered know their distribution"
-        where = str(point.dist.locate_file(""))
-        found.append((Owner(point.name, point.dist.name, point.dist.version, where), point))
-    found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
+def _entry_points() -> list[EntryPoint]:
+    """The entry points of the group, or those of them that OUTWEIGH_PLUGINS names, by name."""
+    found = sorted(entry_points(group=PROJECT), key=lambda point: (point.name, str(point.dist)))
     if (only := os.environ.get(ENVIRONMENT)) is None:
         return found
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    installed = [owner.name for owner, _ in found]
-    for name in wanted:
-        if name not in installed:
-            hint = did_you_mean(name, installed, "entry points installed")
-            raise UserError(f"{ENVIRONMENT} names '{name}', which nobody installed has{hint}")
-    return [(owner, point) for owner, point in found if owner.name in wanted]
+    installed = [point.name for point in found]
+    wanted = {name.strip() for name in only.split(",")} - {""}
+    for name in sorted(wanted.difference(installed)):
+        hint = did_you_mean(name, installed, "entry points installed")
+        raise UserError(f"{ENVIRONMENT} names '{name}', which nobody installed has{hint}")
+    return [point for point in found if point.name in wanted]
 
 
 def _load(plugin: str) -> Any:

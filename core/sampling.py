@@ -102,15 +102,12 @@ class SamplingParams:
             )
 
     @property
-    def penalties(self) -> tuple[float, float, float]:
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-
-    @property
     def needs(self) -> int:
         """Bits of `Needs`."""
         hot = self.temperature >= _COLDEST
         filtered = hot and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        wanted = hot, filtered, self.penalties != (1, 0, 0), self.min_tokens > 0
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        wanted = hot, filtered, penalties != (1, 0, 0), self.min_tokens > 0
         return sum(bit << i for i, bit in enumerate(wanted))
 
     @property

@@ -52,8 +52,9 @@ def score(
         size = min(parts.plan.config.chunk_size or n, parts.limits.max_num_batched_tokens)
         results: list[_T] = []
         for start in range(0, n, size):
-            row = np.array([[slot], [start], [min(size, n - start)]], np.int32)
-            hidden = parts.executor.hidden_states(StepPlan(*row, np.zeros(1, np.bool_), 0))
+            slots, starts, lens = np.array([[slot], [start], [min(size, n - start)]], np.int32)
+            plan = StepPlan(slots, starts, lens, samples=np.zeros(1, np.bool_), num_decodes=0)
+            hidden = parts.executor.hidden_states(plan)
             for lo in range(0, len(hidden), rows):
                 first, part = start + lo, hidden[lo : lo + rows]
                 with torch.inference_mode():

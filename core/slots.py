@@ -65,7 +65,8 @@ class Slots:
         self.temperature[slot] = params.temperature * (params.needs & Needs.HOT)
         self.seed_state[slot] = seed_state(seed)
         self.filters[slot] = params.top_k, params.top_p, params.min_p
-        self.penalties[slot, :3] = params.penalties
+        self.penalties[slot, 0] = params.repetition_penalty
+        self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
         self.min_total[slot] = seq.num_prompt + params.min_tokens
         self.has_stop_strings[slot] = bool(params.stop)
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, reason
+from core.errors import UserError, explained
 
 # One stream of ids: (ids, whether they are the last) -> the text that they add, as far as it is
 # decided.
 Decoder = Callable[[Seq[int], bool], str]
 
+_BYTE = re.compile("<0x..>")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -123,12 +125,8 @@ class HFTokenizer(Tokenizer):
             return None
         message = {"role": "user", "content": text}
         template = self.backend.apply_chat_template
-        try:
+        with explained("the model's chat template fails", "give --no-chat-template"):
             return list(template([message], add_generation_prompt=True, return_dict=False))
-        except Exception as error:  # a template may raise whatever it likes
-            raise UserError(
-                f"the model's chat template fails ({reason(error)[:200]}); give --no-chat-template"
-            ) from error
 
     def decode(self, ids: Seq[int]) -> str:
         text: str = self.backend.decode(
@@ -169,15 +167,11 @@ def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
         return NoTokenizer(directory.name, eos_token_ids)
     from transformers import AutoTokenizer
 
-    try:
+    what = f"The tokenizer files of {directory} cannot be read"
+    with explained(what, "restore them, or remove them to run on token ids."):
         backend = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a broken file raises whatever parser it broke
-        raise UserError(
-            f"The tokenizer files of {directory} cannot be read ({reason(error)[:200]}); restore "
-            "them, or remove them to run on token ids."
-        ) from error
     return HFTokenizer(backend, eos_token_ids)
 
 
@@ -193,26 +187,22 @@ class _WindowDecoder:
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] = []  # the last token given out, unless nothing was
-        self._pending: list[int] = []
+        self._pending: list[int] = []  # a run of single-byte tokens
 
     def decode(self, ids: Seq[int], final: bool) -> str:
-        num_decided = 0
+        window = self._context[:]
         for token_id in ids:
             token = self._tokenizer.token(token_id)
-            if token is None:
-                continue
-            self._pending.append(token_id)
-            if not (len(token) == 6 and token.startswith("<0x") and token.endswith(">")):
-                num_decided = len(self._pending)
+            if token is not None:
+                self._pending.append(token_id)
+                if not _BYTE.fullmatch(token):
+                    window += self._pending
+                    self._pending.clear()
         if final:
-            num_decided = len(self._pending)
-        fresh, self._pending = self._pending[:num_decided], self._pending[num_decided:]
-        if not fresh:
-            return ""
+            window, self._pending = window + self._pending, []
         before = self._tokenizer.decode(self._context)
-        after = self._tokenizer.decode(self._context + fresh)
-        self._context = fresh[-1:]
-        return after[len(before) :]
+        self._context = window[-1:]
+        return self._tokenizer.decode(window)[len(before) :]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from core.errors import UserError, reason
+from core.errors import UserError, explained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,20 +24,17 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 
-# The tensors of a checkpoint, below model.layers.N, that each field of LayerWeights holds.
-_LAYER = {
-    "attn_norm": ["input_layernorm.weight"],
-    "q_norm": ["self_attn.q_norm.weight"],
-    "k_norm": ["self_attn.k_norm.weight"],
-    "o": ["self_attn.o_proj.weight"],
-    "o_bias": ["self_attn.o_proj.bias"],
-    "mlp_norm": ["post_attention_layernorm.weight"],
-    "down": ["mlp.down_proj.weight"],
-    "down_bias": ["mlp.down_proj.bias"],
-    "qkv": [f"self_attn.{part}_proj.weight" for part in "qkv"],
-    "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "qkv_bias": [f"self_attn.{part}_proj.bias" for part in "qkv"],
-    "gate_up_bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+# The modules of a checkpoint, below model.layers.N, whose weights each field of LayerWeights holds;
+# the field with _bias holds their biases.
+_MODULES = {
+    "attn_norm": ["input_layernorm"],
+    "q_norm": ["self_attn.q_norm"],
+    "k_norm": ["self_attn.k_norm"],
+    "o": ["self_attn.o_proj"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "down": ["mlp.down_proj"],
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
 }
 
 
@@ -75,9 +72,11 @@ def allocate(facts: ModelFacts, device: torch.device | str) -> ModelWeights:
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=facts.dtype, device=device)
 
-    def new_layer() -> LayerWeights:
-        q_size, qkv_size = facts.qkv_sizes[0], sum(facts.qkv_sizes)
-        return LayerWeights(
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    q_size, qkv_size = facts.qkv_sizes[0], sum(facts.qkv_sizes)
+    embed = new(facts.vocab_size, hidden)
+    layers = [
+        LayerWeights(
             attn_norm=new(hidden),
             qkv=new(qkv_size, hidden),
             o=new(hidden, q_size),
@@ -91,15 +90,10 @@ def allocate(facts: ModelFacts, device: torch.device | str) -> ModelWeights:
             q_norm=new(facts.head_dim) if facts.qk_norm else None,
             k_norm=new(facts.head_dim) if facts.qk_norm else None,
         )
-
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    embed = new(facts.vocab_size, hidden)
-    return ModelWeights(
-        embed=embed,
-        layers=tuple(new_layer() for _ in range(facts.num_layers)),
-        final_norm=new(hidden),
-        lm_head=embed if facts.tied_embeddings else new(facts.vocab_size, hidden),
-    )
+        for _ in range(facts.num_layers)
+    ]
+    lm_head = embed if facts.tied_embeddings else new(facts.vocab_size, hidden)
+    return ModelWeights(embed, tuple(layers), new(hidden), lm_head)
 
 
 def checkpoint_views(facts: ModelFacts, weights: ModelWeights) -> dict[str, Tensor]:
@@ -108,12 +102,13 @@ def checkpoint_views(facts: ModelFacts, weights: ModelWeights) -> dict[str, Tens
     if not facts.tied_embeddings:
         views[_HEAD] = weights.lm_head
     for i, layer in enumerate(weights.layers):
-        for field, names in _LAYER.items():
-            packed = getattr(layer, field)
-            if packed is not None:
-                sizes = facts.qkv_sizes if len(names) == 3 else len(packed) // len(names)
-                for name, view in zip(names, packed.split(sizes), strict=True):
-                    views[f"model.layers.{i}.{name}"] = view
+        for name, modules in _MODULES.items():
+            for field, kind in ((name, "weight"), (f"{name}_bias", "bias")):
+                packed = getattr(layer, field, None)
+                if packed is not None:
+                    sizes = facts.qkv_sizes if name == "qkv" else len(packed) // len(modules)
+                    for module, view in zip(modules, packed.split(sizes), strict=True):
+                        views[f"model.layers.{i}.{module}.{kind}"] = view
     return views
 
 
@@ -128,10 +123,7 @@ def random_weights(facts: ModelFacts, device: torch.device | str, seed: int) -> 
 
 
 def read_weights(
-    directory: Path,
-    facts: ModelFacts,
-    device: torch.device | str,
-    progress: Progress | None = None,
+    directory: Path, facts: ModelFacts, device: torch.device | str, progress: Progress
 ) -> ModelWeights:
     """The weights of a Hugging Face directory, converted to facts.dtype tensor by tensor.
 
@@ -150,8 +142,7 @@ def read_weights(
                 if name in views:
                     views[name].copy_(shard.get_tensor(name))
                     num_bytes += views[name].nbytes
-                    if progress is not None:
-                        progress(num_bytes, total_bytes)
+                    progress(num_bytes, total_bytes)
                 elif name == _HEAD:
                     head = shard.get_tensor(name)
     # transformers would silently untie them.
@@ -166,16 +157,12 @@ def read_weights(
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """`safe_open` whose failures, of opening and of reading, are sentences."""
+    size = path.stat().st_size if path.is_file() else 0
+    what = f"{path} ({size} bytes) is missing, truncated or no safetensors file"
     opener: Any = safe_open  # the package has no types
-    try:
+    with explained(what, "download it again.", caught=(SafetensorError, OSError)):
         with opener(path, framework="pt", device="cpu") as shard:
             yield shard
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size if path.is_file() else 0
-        raise UserError(
-            f"{path} ({size} bytes) is missing, truncated or no safetensors file "
-            f"({reason(error)}); download it again."
-        ) from error
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
@@ -189,15 +176,10 @@ def _files(directory: Path) -> dict[Path, list[str]]:
             f"{directory} has neither {_SINGLE} nor {_INDEX}; give a directory that has one of "
             "them (pickles such as pytorch_model.bin can run code and are never loaded: convert)."
         )
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files: dict[Path, list[str]] = {directory / file: [] for file in weight_map.values()}
-        for name, file in weight_map.items():
-            files[directory / file].append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{index} is no index of safetensors files ({reason(error)}); download it again."
-        ) from error
+    files: dict[Path, list[str]] = {}
+    with explained(f"{index} is no index of safetensors files", "download it again."):
+        for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items():
+            files.setdefault(directory / file, []).append(name)
     return files
 
 
@@ -211,9 +193,10 @@ def _check(
         extra.discard(_HEAD)
     for what, differing in (("holds", extra), ("lacks", set(wanted) - found)):
         if differing:
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             raise UserError(
-                f"{directory} {what} {_some(differing)}, unlike the decoder of its config.json; "
-                "check that both are of one model."
+                f"{directory} {what} {min(differing)}{more}, unlike the decoder of its "
+                "config.json; check that both are of one model."
             )
     for path, names in files.items():
         with _opened(path) as shard:
@@ -224,9 +207,3 @@ def _check(
                         f"{path}: {name} is {shape} where config.json asks for "
                         f"{list(wanted[name].shape)}; check that both are of one model."
                     )
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    first, *rest = sorted(names)
-    return f"{first} (and {len(rest)} more)" if rest else first

@@ -188,7 +188,7 @@ def test_a_jsonl_file_has_requests_of_their_own(fake, outweigh, tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "is no JSON object (Expecting property name"),
+        ("{", "is no JSON object: JSONDecodeError: Expecting property name"),
         ("[1]", "is no JSON object"),
         ("{}", "needs either prompt, a string, or prompt_token_ids, a list of ids"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "needs either prompt"),
@@ -314,9 +314,9 @@ def test_a_run_is_repeated_from_its_document(fake, outweigh, tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "is no config (Expecting property name"),
-        ("[1]", "is no config"),
-        ('{"config": 3}', "is no config"),
+        ("{", "is no JSON object: JSONDecodeError: Expecting property name"),
+        ("[1]", "is no JSON object"),
+        ('{"config": 3}', "refuses its options: input should be a valid dictionary"),
         ('{"max_num_seq": 3}', "has no option 'max_num_seq'; did you mean max_num_seqs?"),
         ('{"config": {"seed": -1}}', "refuses seed=-1: input should be greater than or equal to 0"),
     ],

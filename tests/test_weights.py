@@ -260,9 +260,9 @@ def test_a_directory_without_weights_or_config(qwen2: Path) -> None:
     (qwen2 / SINGLE).unlink()
     assert SINGLE in refusal(qwen2) and INDEX in refusal(qwen2)
     (qwen2 / "config.json").write_text("{'a'")
-    assert "config.json holds no JSON object" in refusal(qwen2)
+    assert "config.json is no JSON object" in refusal(qwen2)
     (qwen2 / "config.json").write_text("[]")
-    assert "config.json holds no JSON object" in refusal(qwen2)
+    assert "config.json is no JSON object" in refusal(qwen2)
     (qwen2 / "config.json").unlink()
     assert "has no config.json" in refusal(qwen2)
 
@@ -344,7 +344,10 @@ def test_a_hub_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "path", ["/no/such/dir", "./absent/model", "../x", "a/b/c", "~/nope", "x/"]
 )
-def test_a_path_that_is_not_there(path: str) -> None:
+def test_a_path_that_is_not_there(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert refusal(path).startswith(f"'{path}' is no directory, no hub id org/name and no random")
 
 
