@@ -6,10 +6,10 @@ Everything a user gets wrong here ends in one `UserError` sentence that names th
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import json
 import platform
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
@@ -143,10 +143,7 @@ def settings_by_seam(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def versions(distributions: Iterable[str] = ()) -> dict[str, str | None]:
     """Versions of outweigh, of what decides the numbers, and of `distributions`; None if absent."""
-    found: dict[str, str | None] = {}
-    for name in ("torch", "triton", "transformers", *distributions):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, PROJECT: __version__, "python": platform.python_version()}
+    names = ("torch", "triton", "transformers", *distributions)
+    found = {name: [d.version for d in metadata.distributions(name=name)] for name in names}
+    own = {PROJECT: __version__, "python": platform.python_version()}
+    return {name: next(iter(installed), None) for name, installed in found.items()} | own

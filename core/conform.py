@@ -57,7 +57,7 @@ def _problem(caller: pluggy.HookCaller, offer: Any) -> str:
     if not caller.get_hookimpls():
         optional = getattr(caller.spec.function, "optional", False)
         return "" if optional else f"it lacks the method {caller.name}"
-    # pluggy lets a method take fewer arguments, or the same in another order; a plain call does not.
+    # pluggy lets a method take fewer arguments, or them in another order; a plain call does not.
     wanted = caller.spec.argnames
     with contextlib.suppress(TypeError):
         given = inspect.signature(getattr(offer, caller.name)).bind(*wanted)

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from core.batch import Sequence
 from core.compose import compose
-from core.errors import UserError
+from core.errors import UserError, reason
 from core.metrics import RequestMetrics, StepCounters, request_metrics
-from core.sampler import Logprobs
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
 from core.scoring import score, score_prompt
@@ -34,12 +33,11 @@ from core.show import progress_bar
 from core.stops import RequestText
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import NDArray
     from torch import Tensor
 
     from core.executor import InFlight
+    from core.show import Progress
 
 _T = TypeVar("_T")
 _MANY = 8  # prompts from which on `generate` shows a bar in a terminal
@@ -87,9 +85,11 @@ class _Request:
 
     seq: Sequence
     prompt: str | None
+    stop_ids: tuple[int, ...]
     text: RequestText
     num_read: int = 0
     fresh: list[int] = field(default_factory=list)  # read, and in no event yet
+    output: RequestOutput | None = None
 
 
 class Engine:
@@ -101,21 +101,16 @@ class Engine:
     caller can mend.
     """
 
-    def __init__(
-        self, *, progress: Callable[[str, int, int], None] | None = None, **config: Any
-    ) -> None:
+    def __init__(self, *, progress: Progress | None = None, **config: Any) -> None:
         self.counters = StepCounters()
-        self._clock = time.perf_counter
         self._requests: dict[str, _Request] = {}
-        self._in_flight: deque[InFlight] = deque()
-        self._launched: deque[float] = deque()
+        self._in_flight: deque[tuple[float, InFlight]] = deque()  # after the moment of launch
         self._landed = 0.0
         self._num_added = 0
-        self._finished: list[StepEvent] = []
-        self._touched: list[_Request] = []
-        self._streams: dict[str, deque[StepEvent]] = {}
+        self._news: dict[_Request, None] = {}  # got tokens or an end, and no event of it yet
+        self._streams: set[_Request] = set()
         self._closed = False
-        self._parts = parts = compose(config, self.counters, progress or _no_progress)
+        self._parts = parts = compose(config, self.counters, progress or (lambda *_: None))
         self.plan, self.config, self.limits = parts.plan, parts.plan.config, parts.limits
         self.facts, self.tokenizer = parts.model.facts, parts.model.tokenizer
         self.notes = list(parts.model.notes)
@@ -132,7 +127,7 @@ class Engine:
             chunked=self.config.enable_chunked_prefill,
             max_bypass=self.config.max_bypass,
             swap=self.config.preemption == "swap",
-            clock=self._clock,
+            clock=perf_counter,
             drain=self._drain,
             admit=self._take_slot,
         )
@@ -157,7 +152,7 @@ class Engine:
         `arrival` is when it was due, in seconds of `time.perf_counter`; None: now.
         """
         self._check_open()
-        arrival = self._clock() if arrival is None else arrival
+        arrival = perf_counter() if arrival is None else arrival
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
         if request_id in self._requests:
@@ -166,45 +161,37 @@ class Engine:
             )
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
-        self._refuse_impossible(len(ids), total)
-        self._refuse_params(params)
-        seq = Sequence(
-            request_id=request_id,
-            token_ids=ids,
-            num_prompt=len(ids),
-            params=params,
-            arrival=arrival,
-            order=self._num_added,
-            max_tokens_total=total,
-            num_known=len(ids),
-            num_tokens=len(ids),
-            token_times=np.zeros(len(ids)),
-            share_prefix=params.prompt_logprobs is None,  # see score_prompt
-            metadata={**(metadata or {}), "priority": priority},
-        )
+        self._refuse_impossible(len(ids), total, params)
+        seq = Sequence(request_id, ids, len(ids), params, arrival, self._num_added, total)
+        seq.num_known = seq.num_tokens = len(ids)
+        seq.token_times = np.zeros(len(ids))
+        seq.share_prefix = params.prompt_logprobs is None  # see score_prompt
+        seq.metadata = {**(metadata or {}), "priority": priority}
         self._num_added += 1
-        self._requests[request_id] = _Request(
-            seq, prompt if isinstance(prompt, str) else None, RequestText(self.tokenizer, params)
-        )
+        ends = () if params.ignore_eos else self.facts.eos_token_ids
+        stop_ids = (*ends, *params.stop_token_ids)
+        given = prompt if isinstance(prompt, str) else None
+        text = RequestText(self.tokenizer, params)
+        self._requests[request_id] = _Request(seq, given, stop_ids, text)
         self._schedule.enqueue(seq)
         return request_id
 
     def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
-        ids: Seq[int] = ()
-        if len(prompt):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise UserError("the prompt is empty: give at least one token")
+        ids: list[Any] = list(prompt)
+        if ids and isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
         array = np.asarray(ids, np.int64)
-        if array.min() < 0 or array.max() >= self.facts.vocab_size:
-            bad = int(array[(array < 0) | (array >= self.facts.vocab_size)][0])
+        if not array.size:
+            raise UserError("the prompt is empty: give at least one token")
+        bad = array[(array < 0) | (array >= self.facts.vocab_size)]
+        if bad.size:
             raise UserError(
-                f"token id {bad} is outside the model's vocabulary of {self.facts.vocab_size}: "
+                f"token id {bad[0]} is outside the model's vocabulary of {self.facts.vocab_size}: "
                 f"give ids from 0 to {self.facts.vocab_size - 1}"
             )
         return array.astype(np.int32)
 
-    def _refuse_impossible(self, num_prompt: int, total: int) -> None:
+    def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
         if num_prompt >= longest:
             raise UserError(
@@ -217,11 +204,8 @@ class Engine:
                 f"the prompt has {num_prompt} tokens, a step holds {step} and chunked prefill is "
                 "off: raise --max-num-batched-tokens or turn --enable-chunked-prefill on"
             )
-        refusal = self._kv.ever_fits(total)
-        if refusal:
+        if refusal := self._kv.ever_fits(total):
             raise UserError(refusal)
-
-    def _refuse_params(self, params: SamplingParams) -> None:
         if params.stop and not self.tokenizer.has_text:
             raise UserError(
                 f"stop is {params.stop!r} and the model has no tokenizer, so there is no text to "
@@ -243,59 +227,46 @@ class Engine:
         return len(self._schedule.decoding)
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._finished)
+        return bool(self._requests or self._news.keys() - self._streams)
 
     # -------- step
 
     def step(self) -> list[StepEvent]:
         """Advance every running request by one step; what it brought, in the order of arrival of
         the rows."""
-        self._check_open()
-        touched = dict.fromkeys(self._advance())
-        events = [
-            self._event(request) for request in touched if request.seq.request_id in self._requests
-        ]
-        finished, self._finished = self._finished, []
-        rest: deque[StepEvent] = deque()
-        for event in [event for event in events if event.token_ids] + finished:
-            self._streams.get(event.request_id, rest).append(event)
-        return list(rest)
+        self._advance()
+        return [self._event(r) for r in list(self._news) if r not in self._streams]
 
-    def _advance(self) -> list[_Request]:
-        """Plan and launch a step, then land those that are due. Returns the requests that got a
-        token."""
-        touched: list[_Request] = []
-        self._touched = touched
+    def _advance(self) -> None:
+        """Plan and launch a step, then land those that are due."""
+        self._check_open()
         plan = self._schedule.plan()
         if plan is not None:
             self._launch(plan)
-        due = 0 if plan is None else self._depth
-        while len(self._in_flight) > due:
-            self._harvest(self._in_flight.popleft())
-        if plan is None and not touched and self._schedule.num_waiting and not self._in_flight:
+            if len(self._in_flight) > self._depth:
+                self._harvest(self._in_flight.popleft())
+        elif not self._drain() and not self._schedule.num_running:
             self._unblock()
-        return touched
 
     def _launch(self, plan: StepPlan) -> None:
-        begun = self._clock()
+        begun = perf_counter()
         try:
-            self._in_flight.append(self._executor.launch(plan))
-            self._launched.append(begun)
+            self._in_flight.append((begun, self._executor.launch(plan)))
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
             self.counters.num_failed_steps += 1
             for slot in plan.slots.tolist():
                 seq = self._slots.owner[slot]
-                if seq is not None:
-                    self._slots.sync(seq)
-                    self._kv.rollback(seq, 0)
-                    self._finish(self._requests[seq.request_id], "error", _sentence(error))
+                self._slots.sync(seq)
+                self._kv.rollback(seq, 0)
+                self._finish(self._requests[seq.request_id], "error", reason(error))
 
-    def _harvest(self, step: InFlight) -> None:
+    def _harvest(self, launched: tuple[float, InFlight]) -> None:
         """Take the tokens of a step that was launched earlier, and end whom they end."""
+        begun, step = launched
         step.wait()
-        now = self._clock()
+        now = perf_counter()
         # A step begins with its launch, or with the end of the one before it.
-        begun, self._landed = max(self._launched.popleft(), self._landed), now
+        begun, self._landed = max(begun, self._landed), now
         if self._observe is not None:
             self._observe(int(step.plan.query_lens.sum()), len(step.plan.slots), now - begun)
         s = self._slots
@@ -305,26 +276,21 @@ class Engine:
         s.tokens[slots, known] = ids
         s.token_times[slots, known] = now
         s.num_known[slots] = known + 1
+        requests = [self._requests[s.owner[slot].request_id] for slot in slots.tolist()]
+        self._news.update(dict.fromkeys(requests))
         stopped = (ids[:, None] == s.stop_ids[slots]).any(1)
         for i in np.flatnonzero(s.has_stop_strings[slots] & ~stopped).tolist():
-            request = self._requests[s.owner[slots[i]].request_id]
-            self._read(request)
-            stopped[i] = request.text.stopped
+            self._read(requests[i])
+            stopped[i] = requests[i].text.stopped
         ended = stopped | (known + 1 >= s.max_total[slots])
         if step.logprobs is not None:
-            self._keep_logprobs(slots, Logprobs(*(values[live] for values in step.logprobs)))
-        self._schedule.publish_known(slots[~ended])
-        for slot in slots.tolist():
-            self._touched.append(self._requests[s.owner[slot].request_id])
+            for row, request in zip(np.flatnonzero(live).tolist(), requests, strict=True):
+                num_top = request.seq.params.logprobs
+                if num_top is not None:
+                    request.seq.logprobs.append(step.logprobs.pairs(row, num_top))
+        self._schedule.publish(slots[~ended])
         for i in np.flatnonzero(ended).tolist():
-            request = self._requests[s.owner[slots[i]].request_id]
-            self._finish(request, "stop" if stopped[i] else "length")
-
-    def _keep_logprobs(self, slots: NDArray[np.int32], logprobs: Logprobs) -> None:
-        for row, slot in enumerate(slots.tolist()):
-            seq = self._slots.owner[slot]
-            if seq is not None and seq.params.logprobs is not None:
-                seq.logprobs.append(logprobs.pairs(row, seq.params.logprobs))
+            self._finish(requests[i], "stop" if stopped[i] else "length")
 
     def _drain(self) -> bool:
         """Land every step in flight; True if there was one."""
@@ -336,8 +302,6 @@ class Engine:
     def _unblock(self) -> None:
         """Nothing runs, nothing is in flight, and the head of the queue still has no room: it never
         will."""
-        if self._schedule.num_running:
-            return
         head = self._schedule.head()
         if head is not None:
             usage = self._kv.usage()
@@ -350,36 +314,36 @@ class Engine:
             )
 
     def _take_slot(self, seq: Sequence) -> int:
-        params = seq.params
-        seed = params.seed if params.seed is not None else (self.config.seed << 32) ^ seq.order
-        stop = () if params.ignore_eos else self.facts.eos_token_ids
-        stop_ids = (*stop, *params.stop_token_ids)
+        seed, stop_ids = seq.params.seed, self._requests[seq.request_id].stop_ids
+        if seed is None:
+            seed = (self.config.seed << 32) ^ seq.order
         slot = self._slots.take(seq, seed, stop_ids)
-        if params.keeps_history:
+        if seq.params.keeps_history:
             self._executor.sampler.admit(seq, stop_ids)
         return slot
 
     # -------- ending
 
-    def _finish(self, request: _Request, reason: str, error: str | None = None) -> None:
-        """End a request: give back its slot and room, and queue its last event."""
+    def _finish(self, request: _Request, how: str, error: str | None = None) -> None:
+        """End a request: give back its slot and room, and keep its output for its last event. `how`
+        is the finish_reason."""
         seq = request.seq
         self._schedule.remove(seq)
         if seq.slot is not None:
             self._kv.on_slot(seq, None)
             self._kv.release(seq)
             self._slots.give_back(seq)
-        if seq.params.prompt_logprobs is not None and reason in ("stop", "length"):
+        if seq.params.prompt_logprobs is not None and how in ("stop", "length"):
             try:
                 seq.prompt_logprobs += score_prompt(self._parts, seq)
             except Exception as failure:  # noqa: BLE001  # a plugin's; the others go on
-                reason, error = "error", _sentence(failure)
-        event = self._event(request, final=True)
-        if request.text.stopped and reason == "length":
-            reason = "stop"  # in text that was decided only with its end
-        output = self._output(request, reason, error)
+                how, error = "error", reason(failure)
+        self._read(request, final=True)
+        if request.text.stopped and how == "length":
+            how = "stop"  # in text that was decided only with its end
+        request.output = self._output(request, how, error)
         del self._requests[seq.request_id]
-        self._finished.append(StepEvent(seq.request_id, event.token_ids, event.text, output))
+        self._news[request] = None
 
     def _read(self, request: _Request, final: bool = False) -> None:
         """Bring the text of a request up to its known tokens."""
@@ -389,23 +353,21 @@ class Engine:
         ids = seq.token_ids[lo : seq.num_known].tolist()
         request.num_read += len(ids)
         request.fresh += ids
+        if ids and ids[-1] in request.stop_ids and not seq.params.include_stop_str_in_output:
+            ids.pop()  # what ends a request is not part of its text
         watched = seq.num_output > seq.params.min_tokens
-        request.text.push(self._visible(ids, seq), watched=watched, final=final)
+        request.text.push(ids, watched=watched, final=final)
 
-    def _event(self, request: _Request, final: bool = False) -> StepEvent:
-        """The tokens of a request since its last event, and the text that they decide."""
-        self._read(request, final)
+    def _event(self, request: _Request) -> StepEvent:
+        """The news of a request: tokens since its last event, the text that they decide, its
+        end."""
+        del self._news[request]
+        if request.output is None:
+            self._read(request)
         ids, request.fresh = request.fresh, []
-        return StepEvent(request.seq.request_id, ids, request.text.delta())
+        return StepEvent(request.seq.request_id, ids, request.text.delta(), request.output)
 
-    def _visible(self, ids: list[int], seq: Sequence) -> list[int]:
-        """Ids whose text is shown: a stop id ends a request and is not part of its text."""
-        params = seq.params
-        stops = () if params.ignore_eos else self.facts.eos_token_ids
-        hides = not params.include_stop_str_in_output
-        return ids[:-1] if ids and hides and ids[-1] in (*stops, *params.stop_token_ids) else ids
-
-    def _output(self, request: _Request, reason: str, error: str | None) -> RequestOutput:
+    def _output(self, request: _Request, how: str, error: str | None) -> RequestOutput:
         seq = request.seq
         n = seq.num_prompt
         return RequestOutput(
@@ -414,13 +376,13 @@ class Engine:
             prompt_token_ids=seq.token_ids[:n].tolist(),
             token_ids=seq.token_ids[n : seq.num_known].tolist(),
             text=request.text.whole(),
-            finish_reason=reason,
+            finish_reason=how,
             **_split("", seq.params.logprobs, seq.logprobs),
             **_split("prompt_", seq.params.prompt_logprobs, [(None, None), *seq.prompt_logprobs]),
             metrics=request_metrics(
                 arrival=seq.arrival,
                 first_scheduled=seq.first_scheduled,
-                ended=self._clock(),
+                ended=perf_counter(),
                 token_times=seq.token_times[n : seq.num_known],
                 num_prompt=n,
                 num_cached=seq.num_cached,
@@ -444,32 +406,31 @@ class Engine:
         Nothing is queued unless everything can be. Requests added before go on beside these. With
         `progress`, long batches show a bar where stderr is a terminal.
         """
-        batch = _as_prompts(prompts)
-        each = _as_params(params, len(batch))
-        ids: list[str] = []
+        batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if batch and isinstance(batch[0], int | np.integer):
+            batch = [batch]  # one prompt given as ids
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(batch)
+        given = f"{len(batch)} prompts and {len(params)} SamplingParams"
+        if len(params) != len(batch):
+            raise UserError(f"{given}: give one for all, or one each")
+        requests: list[_Request] = []
         try:
-            for prompt, one in zip(batch, each, strict=True):
-                ids.append(self.add_request(prompt, one))
+            for prompt, one in zip(batch, params, strict=True):
+                requests.append(self._requests[self.add_request(prompt, one)])
         except UserError:
-            for request_id in ids:
-                self._discard(request_id)
+            for request in requests:
+                self._schedule.remove(request.seq)
+                del self._requests[request.seq.request_id]
             raise
-        wanted, others = set(ids), list[StepEvent]()
-        outputs: dict[str, RequestOutput] = {}
-        shows = progress and len(ids) >= _MANY
+        shows = progress and len(requests) >= _MANY and sys.stderr.isatty()
         with progress_bar(sys.stderr) if shows else nullcontext() as bar:
-            while len(outputs) < len(ids):
-                self._advance()
-                finished, self._finished = self._finished, []
-                for event in finished:
-                    if event.request_id in wanted and event.output is not None:
-                        outputs[event.request_id] = event.output
-                    else:
-                        others.append(event)
-                if bar is not None and finished:
-                    bar("generate", len(outputs), len(ids))
-        self._finished = others
-        return [outputs[request_id] for request_id in ids]
+            for request in requests:
+                while request.output is None:
+                    self._advance()
+                    if bar is not None:
+                        bar("generate", sum(r.output is not None for r in requests), len(requests))
+        return [output for r in requests if (output := self._event(r).output)]
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -480,32 +441,23 @@ class Engine:
         which holds the loop while it lasts. A stream that is cancelled or closed aborts its
         request; `contextlib.aclosing` closes it at once where a loop over it may be left early.
         """
-        request_id = self.add_request(prompt, params, request_id)
-        events = self._streams[request_id] = deque()
+        request = self._requests[self.add_request(prompt, params, request_id)]
+        self._streams.add(request)
         try:
-            event = None
-            while event is None or event.output is None:
-                while not events:
-                    # Those of requests without a stream stay for whoever calls `step`.
-                    kept = [e for e in self.step() if e.output is not None]
-                    self._finished += kept
-                    await asyncio.sleep(0)
-                event = events.popleft()
-                yield event
+            while request.output is None or request in self._news:
+                await asyncio.sleep(0)  # first whoever has news already
+                if request not in self._news:
+                    self._advance()
+                if request in self._news:
+                    yield self._event(request)
         finally:
-            del self._streams[request_id]
-            self.abort(request_id)
-            self._finished = [e for e in self._finished if e.request_id != request_id]
-
-    def _discard(self, request_id: str) -> None:
-        """Take back a request that was queued and never ran."""
-        self._schedule.remove(self._requests.pop(request_id).seq)
+            self._streams.remove(request)
+            if request.output is None:
+                self.abort(request.seq.request_id)
+            self._news.pop(request, None)
 
     def score(
-        self,
-        token_ids: Seq[int],
-        reducer: Callable[[int, Tensor, Tensor], _T],
-        rows: int = 256,
+        self, token_ids: Seq[int], reducer: Callable[[int, Tensor, Tensor], _T], rows: int = 256
     ) -> list[_T]:
         """Teacher-forced logits of `token_ids`, streamed: what generation reads, through the stored
         KV path.
@@ -534,7 +486,7 @@ class Engine:
         if not self._closed:
             self._drain()
             self._closed = True
-            self._requests.clear()
+            self._requests, self._news = {}, {}
             del self._schedule, self._executor, self._kv, self._parts
 
     def _check_open(self) -> None:
@@ -544,34 +496,8 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and isinstance(batch[0], (int, np.integer)):
-        return [batch]  # type: ignore[list-item]  # one prompt given as ids
-    return batch  # type: ignore[return-value]
-
-
-def _as_params(
-    params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise UserError(
-            f"{num_prompts} prompts and {len(params)} SamplingParams: give one for all, or one each"
-        )
-    return list(params)
 
 
 def _split(prefix: str, asked: int | None, pairs: Seq[tuple[Any, Any]]) -> dict[str, Any]:
@@ -581,12 +507,3 @@ def _split(prefix: str, asked: int | None, pairs: Seq[tuple[Any, Any]]) -> dict[
         f"{prefix}{name}logprobs": kept and [pair[i] for pair in kept]
         for i, name in enumerate(("", "top_"))
     }
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    return None

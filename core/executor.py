@@ -113,11 +113,11 @@ class Executor:
         kept = Logprobs(*logprobs) if logprobs else None
         return InFlight(plan, sampled_slots, epochs, ids, kept, wait)
 
-    def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], object]]:
+    def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], None]]:
         """Start copies to the host; they are valid, and the step has run, once the function that is
         given back has returned."""
         if self.device.type != "cuda":
-            return [tensor.numpy() for tensor in tensors], _nothing
+            return [tensor.numpy() for tensor in tensors], lambda: None
         # To pinned memory, which torch keeps and reuses in stream order.
         arrays = [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
         event = torch.cuda.Event()
@@ -242,8 +242,7 @@ class Executor:
         needs = int(np.bitwise_or.reduce(s.needs[sampling]))
         # Below, padding is left as it is: what it holds reaches the trash slot alone.
         if needs & Needs.HOT:  # a row of temperature 0 reads no key
-            keys = sample_keys(s.seed_state[sampling], step.seq_lens[samples])
-            host["sample_keys"][:n] = keys
+            host["sample_keys"][:n] = sample_keys(s.seed_state[sampling], step.seq_lens[samples])
         if needs & Needs.FILTERED:
             host["filters"][:n] = s.filters[sampling]
         if needs & (Needs.PENALISED | Needs.MIN_TOKENS):
@@ -271,10 +270,8 @@ class Executor:
         T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         d = self._staging.device
         return Batch(
-            shape=shape,
-            token_ids=d["tokens"][0, :T],
-            positions=d["tokens"][1, :T],
-            token_slots=d["tokens"][2, :T],
+            shape,
+            *d["tokens"][:, :T],  # token_ids, positions, token_slots
             slots=d["rows"][0, :R],
             query_start=d["query_start"][: R + 1],
             seq_lens=d["rows"][1, :R],
@@ -331,7 +328,3 @@ class Executor:
     def graph_bytes(self) -> int:
         """Device memory that the graphs hold."""
         return self._pool.num_bytes if self._pool else 0
-
-
-def _nothing() -> None:
-    return None

@@ -63,13 +63,12 @@ class ModelFacts:
 
 
 def facts_from_config(
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    generation_config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any], dtype: torch.dtype, generation: Mapping[str, Any] | None = None
 ) -> ModelFacts:
     """Facts from the content of config.json, in the spelling of transformers 4 or 5.
 
-    End-of-sequence ids come from generation_config.json where it names any, else from the config:
+    End-of-sequence ids come from `generation`, the content of generation_config.json, where it
+    names any, else from the config:
     the rule of transformers' `generate`. Raises UserError, naming field and value, for what the
     decoder cannot compute.
     """
@@ -80,8 +79,8 @@ def facts_from_config(
     if num_heads % num_kv_heads:
         _refuse("num_key_value_heads", num_kv_heads, f"it must divide the {num_heads} query heads")
     theta, rope_scaling, max_position = _rope(config)
-    eos = (generation_config or {}).get("eos_token_id")
-    eos = config.get("eos_token_id", []) if eos is None else eos
+    eos = (generation or {}).get("eos_token_id")
+    eos = config.get("eos_token_id") if eos is None else eos
     bias = kind in ("qwen3", "llama") and bool(config.get("attention_bias", False))
     return ModelFacts(
         architecture=kind,

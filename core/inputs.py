@@ -67,5 +67,6 @@ def _request(line: str, where: str, sampling: Mapping[str, Any]) -> Request:
 
 def read_text(file: str) -> str:
     """The text of a file, or of stdin for "-"."""
-    with explained(f"{file} cannot be read as UTF-8 text", "choose another"):
+    name = "stdin" if file == "-" else file
+    with explained(f"{name} cannot be read as UTF-8 text", "choose another"):
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.config import did_you_mean, json_object
 from core.errors import UserError, explained
@@ -42,8 +41,7 @@ RANDOM_SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel(NamedTuple):
     """Facts, weights and tokenizer of a model; `notes` are sentences for whoever runs it."""
 
     facts: ModelFacts

@@ -30,8 +30,7 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What was chosen for one seam: the class, and the instance if an object was passed in."""
 
     seam: str

@@ -12,7 +12,6 @@ process may differ in their plugins.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -21,10 +20,9 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pluggy
 
@@ -40,8 +38,7 @@ ENVIRONMENT = f"{PROJECT.upper()}_PLUGINS"
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith(PREFIX))
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """Who stands behind a name. `distribution` is empty for what `-p` or a caller brought."""
 
     name: str
@@ -53,8 +50,7 @@ class Owner:
         return f"{self.distribution} {self.version}" if self.distribution else self.origin
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """One name of one seam. `target` is a class, or "package.module:Class" to import on use."""
 
     seam: str
@@ -140,7 +136,7 @@ class Registry:
             )
         try:
             plugin = load()
-            owner = dataclasses.replace(owner, origin=origin(plugin) or owner.origin)
+            owner = owner._replace(origin=origin(plugin) or owner.origin)
             self._manager.register(plugin, owner.name)
             offers = self._collect(plugin, owner)
         except (Exception, SystemExit) as error:
@@ -200,7 +196,7 @@ def _who(owner: Owner) -> str:
 
 def _entry_points() -> list[EntryPoint]:
     """The entry points of the group, or those of them that OUTWEIGH_PLUGINS names, by name."""
-    found = sorted(entry_points(group=PROJECT), key=lambda point: (point.name, str(point.dist)))
+    found = sorted(entry_points(group=PROJECT), key=lambda point: (point.name, point.value))
     if (only := os.environ.get(ENVIRONMENT)) is None:
         return found
     installed = [point.name for point in found]

@@ -35,7 +35,6 @@ from core.inputs import Request, read_config, read_requests
 from core.plan import DEFAULTS, resolve
 from core.registry import Offer, Registry
 from core.sampling import SamplingParams
-from core.seams import SEAMS
 
 if TYPE_CHECKING:
     from core.engine import Engine, RequestOutput
@@ -92,8 +91,7 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     config = run_fields(args)
     if args.list or args.env or args.show or args.dry_run:
-        found = inspected(args, config)
-        show.print_record(found, sys.stdout, args.output)
+        show.print_record(inspected(args, config), sys.stdout, args.output)
         return 0
     given = {f.name: value for f in SAMPLING if (value := getattr(args, f.name)) is not None}
     requests = read_requests(args.prompts, args.prompt_file, given)
@@ -181,14 +179,11 @@ def inspected(args: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, 
         return show.environment(registry, check)
     if args.dry_run:
         return resolve(RunConfig.of(**config), registry).dump()
-    seam, name = args.show
-    if seam not in SEAMS:
-        raise UserError(f"there is no seam '{seam}'{did_you_mean(seam, SEAMS)}")
-    return show.describe(registry.find(seam, name))
+    return show.describe(registry.find(*args.show))
 
 
 def generate(
-    args: argparse.Namespace, config: Mapping[str, Any], requests: Sequence[Request]
+    args: argparse.Namespace, config: Mapping[str, Any], requests: list[Request]
 ) -> dict[str, Any]:
     """Build the engine and run the requests: the JSON document."""
     out = io.StringIO() if args.output == "json" else sys.stdout
@@ -197,9 +192,7 @@ def generate(
         with show.progress_bar(told) as progress:
             engine = core.Engine(progress=progress, **config)
         with engine:
-            asked = [
-                _in_template(engine, request) if args.chat else request for request in requests
-            ]
+            asked = [_in_template(engine, r) for r in requests] if args.chat else requests
             notes = list(engine.notes)
             if asked != requests:
                 notes.append("prompts stand in the model's chat template: --no-chat-template")

@@ -122,7 +122,9 @@ class Schedule:
             self._limits.max_num_batched_tokens - num_decodes, admit=not preempted
         )
         if not num_decodes and not rows:
-            return None
+            if not self.prefilling:
+                return None
+            rows, lens = self._first_partial()  # a policy may hold back some, never all
         all_slots = np.concatenate((slots, np.array(rows, np.int32)))
         query_lens = np.concatenate((np.ones(num_decodes, np.int32), np.array(lens, np.int32)))
         return self._commit(all_slots, query_lens, num_decodes)
@@ -215,6 +217,11 @@ class Schedule:
             heapq.heappush(self._heap, entry)
         return rows, lens
 
+    def _first_partial(self) -> tuple[list[int], list[int]]:
+        seq = self.prefilling[0]
+        assert seq.slot is not None
+        return [seq.slot], [min(self._chunk_size, seq.remaining)]
+
     def _chunk(self, seq: Sequence, budget: int) -> int:
         self._slots.sync(seq)
         limit = min(budget, self._chunk_size, seq.remaining)
@@ -266,13 +273,13 @@ class Schedule:
         ends = starts + query_lens
         samples = ends == num_tokens
         s.num_computed[slots], s.num_tokens[slots] = ends, num_tokens + samples
-        self._publish(slots[num_decodes:])
+        self.publish(slots[num_decodes:])
         self._regroup(slots, samples, num_decodes)
         self._counters.num_decode_tokens += num_decodes
         self._counters.num_prefill_tokens += int(query_lens[num_decodes:].sum())
         return StepPlan(slots, starts, query_lens, samples, num_decodes)
 
-    def _publish(self, slots: NDArray[np.int32]) -> None:
+    def publish(self, slots: NDArray[np.int32]) -> None:
         """Share what is both known and written: prompt blocks at launch, generated ones at
         harvest."""
         if not len(slots):
@@ -284,8 +291,6 @@ class Schedule:
             assert seq is not None
             s.sync(seq)
             self._kv.publish(seq, min(seq.num_computed, seq.num_known))
-
-    publish_known = _publish
 
     def _regroup(
         self, slots: NDArray[np.int32], samples: NDArray[np.bool_], num_decodes: int

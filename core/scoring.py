@@ -34,8 +34,7 @@ def score(
 ) -> list[_T]:
     """See `Engine.score`. The sequence takes a slot and room of its own, and gives both back."""
     n = len(ids)
-    refusal = parts.kv.ever_fits(n)
-    if refusal:
+    if refusal := parts.kv.ever_fits(n):
         raise UserError(refusal)
     seq = Sequence("score", ids, n, SamplingParams(max_tokens=1), 0.0, order, n)
     seq.num_known = seq.num_tokens = n

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from core.registry import Offer, Owner, Registry
 
 Progress = Callable[[str, int, int], None]
-METRICS = {
-    "prompt": "num_prompt_tokens",
-    "cached": "num_cached_tokens",
-    "output": "num_output_tokens",
-    "TTFT ms": "ttft_ms",
-    "ITL ms": "mean_itl_ms",
-    "tok/s": "tokens_per_s",
-}
 
 
 def offer_rows(
@@ -84,13 +76,11 @@ def describe(offer: Offer) -> dict[str, Any]:
 def environment(registry: Registry, check: Callable[[Offer], object]) -> dict[str, Any]:
     """What decides whether an offer runs here, and of each whether it does."""
     import torch
-    from torch.utils import collect_env
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "versions": versions(),
         "cuda": torch.version.cuda,
-        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if gpus else None,
         "gpus": [{"name": gpu.name, "memory GiB": gpu.total_memory / 2**30} for gpu in gpus],
         "offers": offer_rows(registry, check, "does not run here"),
     }
@@ -101,7 +91,12 @@ def metrics_rows(outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
     return [
         {
             "request": output.request_id,
-            **{heading: getattr(output.metrics, name) for heading, name in METRICS.items()},
+            "prompt": output.metrics.num_prompt_tokens,
+            "cached": output.metrics.num_cached_tokens,
+            "output": output.metrics.num_output_tokens,
+            "TTFT ms": output.metrics.ttft_ms,
+            "ITL ms": output.metrics.mean_itl_ms,
+            "tok/s": output.metrics.tokens_per_s,
             "finish": output.finish_reason,
         }
         for output in outputs
@@ -119,9 +114,8 @@ def print_record(record: Mapping[str, Any], file: TextIO, output: str = "text") 
     for name, value in record.items():
         if isinstance(value, Mapping):
             nested = all(isinstance(v, Mapping) for v in value.values())
-            rows = [{name: k, **(v if nested else {"value": v})} for k, v in value.items()]
-            print_rows(rows, file)
-        elif isinstance(value, list):
+            value = [{name: k, **(v if nested else {"value": v})} for k, v in value.items()]
+        if isinstance(value, list):
             print_rows(value, file)
         else:
             console(file).print(f"{name}: {_cell(value)}")

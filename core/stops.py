@@ -37,7 +37,7 @@ class StopStrings:
         if matches:
             end, start, self.found = min(matches)
             return both[: end if self._keep else start]
-        cut = len(both) - max(_overlap(both, string) for string in self._strings)
+        cut = len(both) - max((_overlap(both, string) for string in self._strings), default=0)
         self._held = both[cut:]
         return both[:cut]
 
@@ -57,22 +57,19 @@ class RequestText:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decode = tokenizer.incremental()
-        keep = params.include_stop_str_in_output
-        self._stops = StopStrings(params.stop, keep) if params.stop else None
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._parts: list[str] = []
         self._num_taken = 0
 
     @property
     def stopped(self) -> bool:
         """A stop string has ended the text."""
-        return self._stops is not None and self._stops.found is not None
+        return self._stops.found is not None
 
     def push(self, ids: Seq[int], *, watched: bool, final: bool = False) -> None:
         """Add the text of `ids`, the last ones if `final`; stop strings count where `watched`."""
-        text = self._decode(ids, final)
-        if self._stops is not None:
-            text = self._stops.push(text, watched) + (self._stops.flush() if final else "")
-        self._parts.append(text)
+        text = self._stops.push(self._decode(ids, final), watched)
+        self._parts.append(text + self._stops.flush() if final else text)
 
     def delta(self) -> str:
         """The decided text since the last call."""

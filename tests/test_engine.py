@@ -442,3 +442,22 @@ def test_ttft_counts_from_the_scheduled_arrival(checkpoints):
         engine.add_request([5] * 8, SamplingParams(max_tokens=1), arrival=time.perf_counter() - 3)
         (output,) = [event.output for event in engine.step() if event.output]
     assert 3000 <= output.metrics.queue_ms <= output.metrics.ttft_ms <= output.metrics.e2e_ms
+
+
+def test_a_scheduler_that_holds_everybody_back_does_not_stall_the_engine(checkpoints):
+    from plugins.sched.fifo import Fifo
+
+    class Stalling(Fifo):
+        def chunk(self, seq, budget):
+            return 0
+
+    path, expected = checkpoints["qwen3"]
+    with tiny_engine(path, sched=Stalling()) as engine:
+        for i, prompt in enumerate(prompts()[:3]):
+            engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), str(i))
+        found = {}
+        for _ in range(100):
+            for event in engine.step():
+                if event.output:
+                    found[event.request_id] = event.output.token_ids
+        assert found == {str(i): expected[i][:4] for i in range(3)}

@@ -297,7 +297,7 @@ class VirtualEngine:
         s.token_times[slots, known] = self.now
         s.num_known[slots] = known + 1
         ended = known + 1 >= self._ends_at[slots]
-        self.schedule.publish_known(slots[~ended])
+        self.schedule.publish(slots[~ended])
         for slot in slots[ended].tolist():
             owner = s.owner[slot]
             if owner is not None:

@@ -81,12 +81,14 @@ def test_percentiles_are_values_that_occurred():
     assert percentiles([4.0, 1.0, 3.0, 2.0], 50, 75, 76, 100) == [2.0, 3.0, 4.0, 4.0]
 
 
-def test_a_stall_is_said_and_ends_the_replay():
+def test_nobody_is_held_back_for_ever():
+    """A policy may let some wait; where nothing else runs the schedule goes on with them."""
+
     class Sleeps(Fifo):
         def chunk(self, seq, budget):
             return 0 if seq.order == 1 else budget
 
     engine = VirtualEngine(Sleeps(), limits=LIMITS, num_kv_tokens=256, cost=COST)
     log = engine.run([Arrival(0.0, 10, 2), Arrival(0.0, 10, 2)])
-    assert "1 have not ended" in log.stalled
-    assert log.sequences[0].num_output == 2
+    assert log.stalled is None
+    assert [seq.num_output for seq in log.sequences] == [2, 2]
