@@ -60,10 +60,12 @@ class GraphPool:
         # torch's one capture stream, shared by all engines: cuBLAS keeps 32 MiB of workspace for
         # every stream that it has seen, which graphs point to and nobody can give back.
         capture = torch.cuda.graph(graph, pool=self._pool)
+        stream = capture.capture_stream
+        assert stream is not None
         torch.cuda.current_stream(self._device).synchronize()
-        with torch.cuda.stream(capture.capture_stream):
+        with torch.cuda.stream(stream):
             run()
-        capture.capture_stream.synchronize()
+        stream.synchronize()
         with capture:
             out = run()
         self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)

@@ -18,6 +18,7 @@ from core.memory import device_budget, host_budget
 from core.plan import Plan, resolve
 from core.registry import Registry
 from core.rope import rope_tables
+from core.seams import offered
 from core.slots import Slots
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def _assemble(
     )
     limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
     kv.sharing = bool(config.enable_prefix_caching)
-    if hasattr(kv, "weights"):
-        kv.weights(model.weights.layers)
+    if (look_at := offered(kv, "weights")) is not None:
+        look_at(model.weights.layers)
     kv.bind(facts, limits, budget, device)
     slots = Slots(limits)
     executor = Executor(

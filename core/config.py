@@ -91,7 +91,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
 def validated(
     schema: type[_Schema], values: Mapping[str, Any], owner: str, prefix: str = ""
 ) -> _Schema:
-    """`schema(**values)`, or one UserError with all that `owner` refuses.
+    """`values` as a `schema`, or one UserError with all that `owner` refuses.
 
     `prefix` goes before the name of each field.
     """

@@ -29,6 +29,7 @@ from core.metrics import RequestMetrics, StepCounters, request_metrics
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
 from core.scoring import score, score_prompt
+from core.seams import offered
 from core.show import progress_bar
 from core.stops import RequestText
 
@@ -115,7 +116,7 @@ class Engine:
         self.facts, self.tokenizer = parts.model.facts, parts.model.tokenizer
         self.notes = list(parts.model.notes)
         self._kv, self._executor, self._slots = parts.kv, parts.executor, parts.slots
-        self._observe = getattr(parts.sched, "observe", None)
+        self._observe = offered(parts.sched, "observe")
         self._depth = 1 if self.config.overlap else 0
         self._schedule = Schedule(
             parts.limits,
@@ -217,8 +218,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now; what it has written so far is its output. Unknown and finished ids are
         ignored."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        if request := self._requests.get(request_id):
             self._finish(request, "abort")
 
     @property
@@ -246,7 +246,8 @@ class Engine:
             if len(self._in_flight) > self._depth:
                 self._harvest(self._in_flight.popleft())
         elif not self._drain() and not self._schedule.num_running:
-            self._unblock()
+            if head := self._schedule.head():  # nothing runs, and it has no room: it never will
+                self._finish(self._requests[head.request_id], "error", self._no_room(head))
 
     def _launch(self, plan: StepPlan) -> None:
         begun = perf_counter()
@@ -299,19 +300,13 @@ class Engine:
             self._harvest(self._in_flight.popleft())
         return busy
 
-    def _unblock(self) -> None:
-        """Nothing runs, nothing is in flight, and the head of the queue still has no room: it never
-        will."""
-        head = self._schedule.head()
-        if head is not None:
-            usage = self._kv.usage()
-            self._finish(
-                self._requests[head.request_id],
-                "error",
-                f"request {head.request_id!r} needs room for {head.num_tokens} tokens and "
-                f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free "
-                "with nothing running: raise --kv-cache-bytes",
-            )
+    def _no_room(self, seq: Sequence) -> str:
+        usage = self._kv.usage()
+        return (
+            f"request {seq.request_id!r} needs room for {seq.num_tokens} tokens and "
+            f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free "
+            "with nothing running: raise --kv-cache-bytes"
+        )
 
     def _take_slot(self, seq: Sequence) -> int:
         seed, stop_ids = seq.params.seed, self._requests[seq.request_id].stop_ids
@@ -341,7 +336,27 @@ class Engine:
         self._read(request, final=True)
         if request.text.stopped and how == "length":
             how = "stop"  # in text that was decided only with its end
-        request.output = self._output(request, how, error)
+        n = seq.num_prompt
+        request.output = RequestOutput(
+            request_id=seq.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=seq.token_ids[:n].tolist(),
+            token_ids=seq.token_ids[n : seq.num_known].tolist(),
+            text=request.text.whole(),
+            finish_reason=how,
+            **_split("", seq.params.logprobs, seq.logprobs),
+            **_split("prompt_", seq.params.prompt_logprobs, [(None, None), *seq.prompt_logprobs]),
+            metrics=request_metrics(
+                arrival=seq.arrival,
+                first_scheduled=seq.first_scheduled,
+                ended=perf_counter(),
+                token_times=seq.token_times[n : seq.num_known],
+                num_prompt=n,
+                num_cached=seq.num_cached,
+                num_preemptions=seq.num_preemptions,
+            ),
+            error=error,
+        )
         del self._requests[seq.request_id]
         self._news[request] = None
 
@@ -366,30 +381,6 @@ class Engine:
             self._read(request)
         ids, request.fresh = request.fresh, []
         return StepEvent(request.seq.request_id, ids, request.text.delta(), request.output)
-
-    def _output(self, request: _Request, how: str, error: str | None) -> RequestOutput:
-        seq = request.seq
-        n = seq.num_prompt
-        return RequestOutput(
-            request_id=seq.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=seq.token_ids[:n].tolist(),
-            token_ids=seq.token_ids[n : seq.num_known].tolist(),
-            text=request.text.whole(),
-            finish_reason=how,
-            **_split("", seq.params.logprobs, seq.logprobs),
-            **_split("prompt_", seq.params.prompt_logprobs, [(None, None), *seq.prompt_logprobs]),
-            metrics=request_metrics(
-                arrival=seq.arrival,
-                first_scheduled=seq.first_scheduled,
-                ended=perf_counter(),
-                token_times=seq.token_times[n : seq.num_known],
-                num_prompt=n,
-                num_cached=seq.num_cached,
-                num_preemptions=seq.num_preemptions,
-            ),
-            error=error,
-        )
 
     # -------- whole batches
 
@@ -473,7 +464,7 @@ class Engine:
                 f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}: "
                 "raise --max-model-len"
             )
-        return score(self._parts, ids, self._num_added, reducer, rows)
+        return score(self._parts, ids, reducer, rows)
 
     # -------- closing
 

@@ -105,13 +105,12 @@ class Executor:
             return InFlight(plan, sampled_slots, epochs, sampled_slots, None, wait)
         sampled = self._sample(batch)
         num_top = int(self._slots.num_logprobs[sampled_slots].max())
-        found: tuple[Tensor, ...] = ()
+        results = [sampled]
         if num_top >= 0:
-            assert batch.logits is not None
-            found = token_logprobs(batch.logits, sampled, num_top)
-        (ids, *logprobs), wait = self._send_home(*(t[:num_samples] for t in (sampled, *found)))
-        kept = Logprobs(*logprobs) if logprobs else None
-        return InFlight(plan, sampled_slots, epochs, ids, kept, wait)
+            results += token_logprobs(self._logits[: len(sampled)], sampled, num_top)
+        (ids, *found), wait = self._send_home(*(tensor[:num_samples] for tensor in results))
+        logprobs = Logprobs(*found) if found else None
+        return InFlight(plan, sampled_slots, epochs, ids, logprobs, wait)
 
     def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], None]]:
         """Start copies to the host; they are valid, and the step has run, once the function that is
@@ -270,8 +269,10 @@ class Executor:
         T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         d = self._staging.device
         return Batch(
-            shape,
-            *d["tokens"][:, :T],  # token_ids, positions, token_slots
+            shape=shape,
+            token_ids=d["tokens"][0, :T],
+            positions=d["tokens"][1, :T],
+            token_slots=d["tokens"][2, :T],
             slots=d["rows"][0, :R],
             query_start=d["query_start"][: R + 1],
             seq_lens=d["rows"][1, :R],

@@ -52,12 +52,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    model: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-    progress: Progress = lambda done, total: None,
+    model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int, progress: Progress
 ) -> LoadedModel:
     """Load `model`: a directory, a hub id `org/name`, or `random:NAME` of a published shape.
 
@@ -92,9 +87,9 @@ def _find(model: str) -> tuple[Path, str]:
     if directory.is_dir():
         return directory, directory.resolve().name
     if not _HUB_ID.fullmatch(model):
+        hint = did_you_mean(model.lower(), RANDOM_SHAPES, "give one of these")
         raise UserError(
-            f"{model!r} is no directory, no hub id org/name and no random weights"
-            f"{did_you_mean(model.lower(), RANDOM_SHAPES, 'give one of these')}"
+            f"{model!r} is no directory, no hub id org/name and no random weights{hint}"
         )
     import huggingface_hub
 

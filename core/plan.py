@@ -17,7 +17,7 @@ from core.config import OfferConfig, RunConfig, settings_by_seam, validated, ver
 from core.conform import bind
 from core.errors import RunError, UserError, explained
 from core.registry import Offer, Owner, Registry, origin
-from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler
+from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler, offered
 
 # On a CPU, on CUDA.
 DEFAULTS: Mapping[str, tuple[Any, Any]] = {
@@ -130,16 +130,13 @@ def _device(wanted: str | None) -> str:
     gpus = ["cuda", *(f"cuda:{i}" for i in range(num_gpus))] if num_gpus else []
     if wanted is None or wanted in gpus:
         return wanted or (gpus[0] if gpus else "cpu")
-    raise UserError(
-        f"there is no device '{wanted}', torch {torch.__version__} sees {num_gpus} CUDA devices: "
-        f"choose one of {', '.join(['cpu', *gpus])}"
-    )
+    what = f"there is no device '{wanted}', torch {torch.__version__} sees {num_gpus} CUDA devices"
+    raise UserError(f"{what}: choose one of {', '.join(['cpu', *gpus])}")
 
 
 def _defaults(config: RunConfig, on_cuda: bool) -> dict[str, Any]:
     """A value for every field of `DEFAULTS` that was left open."""
-    open_fields = [name for name in DEFAULTS if getattr(config, name) in (None, "auto")]
-    values = {name: DEFAULTS[name][on_cuda] for name in open_fields}
+    values = {k: v[on_cuda] for k, v in DEFAULTS.items() if getattr(config, k) in (None, "auto")}
     # Of two limits the one that was not given follows where its default would contradict the other.
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None and tokens is not None:
@@ -162,10 +159,8 @@ def _choose(seam: str, wanted: Any, settings: Mapping[str, Any], registry: Regis
         config = validated(offer.Config, settings, f"{seam} '{found.name}'", f"{seam}.")
         return Choice(seam, found.name, found.owner, offer, config)
     if settings:
-        raise UserError(
-            f"{seam} was given as an object, which has its options already: set "
-            f"{', '.join(settings)} in its Config instead of in the settings"
-        )
+        advice = f"set {', '.join(settings)} in its Config instead of in the settings"
+        raise UserError(f"{seam} was given as an object, which has its options already: {advice}")
     given = getattr(wanted, "config", None)
     config = given if isinstance(given, OfferConfig) else None
     return Choice(seam, found.name, found.owner, offer, config, wanted)
@@ -183,7 +178,7 @@ def _refusals(plan: Plan) -> Iterator[str]:
     if config.enable_prefix_caching and not kv.offer.prefix_sharing:
         why = f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes"
         yield f"{why}: drop --enable-prefix-caching or choose another kv"
-    if config.preemption == "swap" and getattr(kv.offer, "save", None) is None:
+    if config.preemption == "swap" and offered(kv.offer, "save") is None:
         why = f"kv '{kv.name}' cannot save to the host"
         yield f"{why}: choose --preemption recompute or another kv"
     if config.chunk_size and not config.enable_chunked_prefill:

@@ -130,10 +130,8 @@ class Registry:
             self.aside[owner] = "blocked"
             return
         if other := self.owners.get(owner.name):
-            raise UserError(
-                f"two plugins are called '{owner.name}': {other} and {owner}; "
-                f"uninstall one, or block both with -p no:{owner.name}"
-            )
+            what = f"two plugins are called '{owner.name}': {other} and {owner}"
+            raise UserError(f"{what}; uninstall one, or block both with -p no:{owner.name}")
         try:
             plugin = load()
             owner = owner._replace(origin=origin(plugin) or owner.origin)
@@ -142,20 +140,17 @@ class Registry:
         except (Exception, SystemExit) as error:
             self._manager.unregister(name=owner.name)
             if asked:
-                raise UserError(
-                    f"plugin '{asked}' cannot be used: {reason(error)}; -p takes a module that "
-                    "can be imported, or the path of a .py file"
-                ) from error
+                advice = "-p takes a module that can be imported, or the path of a .py file"
+                what = f"plugin '{asked}' cannot be used: {reason(error)}"
+                raise UserError(f"{what}; {advice}") from error
             self.aside[owner] = f"broken: {reason(error)}"
             return
         self.owners[owner.name] = owner
         for offer in offers:
             taken = self.offers[offer.seam].setdefault(offer.name, offer)
             if taken is not offer:
-                raise UserError(
-                    f"two plugins offer {offer.seam} '{offer.name}': {_who(taken.owner)} and "
-                    f"{_who(owner)}; block one with -p no:{owner.name}"
-                )
+                owners = f"{_who(taken.owner)} and {_who(owner)}; block one with -p no:{owner.name}"
+                raise UserError(f"two plugins offer {offer.seam} '{offer.name}': {owners}")
 
     def _collect(self, plugin: Any, owner: Owner) -> list[Offer]:
         """Check the hooks of a plugin and call those that register: its offers."""

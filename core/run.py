@@ -139,8 +139,7 @@ def _parser() -> Parser:
             convert = next(known for known in (int, float, str) if known.__name__ in kind)
             action = "append" if "tuple" in kind else "store"
             add(name, type=convert, action=action, metavar="X", help=about)
-    about = "give prompts as they are, even where the model has a template for chats"
-    add("--no-chat-template", dest="chat", action="store_false", help=about)
+    add("--no-chat-template", dest="chat", action="store_false", help="give prompts as they are")
     add("-o", "--output", choices=("text", "json"), default="text", help="form of what is printed")
     add("--list", action="store_true", help="list the offers of every seam and stop")
     add("--show", nargs=2, metavar=("SEAM", "NAME"), help="show one offer and stop")
@@ -158,10 +157,8 @@ def _flag(field: str) -> str:
 def run_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of RunConfig: those of --config, and over them those of the flags."""
     fields = read_config(args.config) if args.config else {}
-    flags = vars(args).items()
-    fields |= {k: v for k, v in flags if k in RunConfig.model_fields and v is not None}
-    settings = dict(parse_setting(text) for text in args.set or ())
-    fields["settings"] = fields.get("settings", {}) | settings
+    fields |= {k: v for k, v in vars(args).items() if k in RunConfig.model_fields and v is not None}
+    fields["settings"] = fields.get("settings", {}) | dict(map(parse_setting, args.set or ()))
     fields["plugins"] = (*fields.get("plugins", ()), *(args.plugin or ()))
     return fields
 

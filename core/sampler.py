@@ -138,17 +138,13 @@ def filtered(logits_RV: Tensor, temperature_R: Tensor, filters_R3: Tensor) -> Te
     return logits_RV.masked_fill(scaled < torch.maximum(floor, nucleus), float("-inf"))
 
 
-def _signed(value: int) -> int:
-    """The int32 with the bits of a uint32; torch has no arithmetic on uint32."""
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
 def _fmix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int32 that wraps; shifts are made logical by masks."""
+    """MurmurHash3's 32-bit finaliser on int32 that wraps: torch has no arithmetic on uint32, so its
+    constants are less 2^32, and shifts are made logical by masks."""
     x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _signed(0x85EBCA6B)
+    x = x * (0x85EBCA6B - 2**32)
     x = x ^ ((x >> 13) & 0x7FFFF)
-    x = x * _signed(0xC2B2AE35)
+    x = x * (0xC2B2AE35 - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -159,7 +155,7 @@ def gumbel_scores(logits_RV: Tensor, temperature_R: Tensor, keys_R2: Tensor) -> 
     0, the end that wins: a 24-bit uniform would never draw the tail.
     """
     vocab = torch.arange(logits_RV.shape[1], device=logits_RV.device, dtype=torch.int32)
-    h = _fmix32(vocab * _signed(0x9E3779B1) + keys_R2[:, :1])
+    h = _fmix32(vocab * (0x9E3779B1 - 2**32) + keys_R2[:, :1])
     h = _fmix32(h ^ keys_R2[:, 1:])
     u = (h.to(torch.float32) + torch.where(h < 0, 4294967296.0, 0.0) + 0.5) * 2.0**-32
     exponential = torch.where(u < 1e-4, u + u * u / 2, -torch.log1p(-u))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from core.seams import offered
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -62,9 +64,9 @@ class Schedule:
         self._counters, self._clock, self._drain, self._take_slot = counters, clock, drain, admit
         self._chunk_size = chunk_size or limits.max_num_batched_tokens
         self._chunked, self._max_bypass = chunked, max_bypass
-        self._may_start = getattr(sched, "may_start", None)
-        self._save = getattr(kv, "save", None) if swap else None
-        self._restore = getattr(kv, "restore", None)
+        self._may_start = offered(sched, "may_start")
+        self._save = offered(kv, "save") if swap else None
+        self._restore = offered(kv, "restore")
         self._heap: list[tuple[Any, int, Sequence]] = []
         self._waiting: dict[Sequence, Any] = {}  # to its entry; all others in the heap are stale
         self.prefilling: list[Sequence] = []

@@ -26,17 +26,13 @@ _T = TypeVar("_T")
 
 
 def score(
-    parts: Parts,
-    ids: NDArray[np.int32],
-    order: int,
-    reducer: Callable[[int, Tensor, Tensor], _T],
-    rows: int,
+    parts: Parts, ids: NDArray[np.int32], reducer: Callable[[int, Tensor, Tensor], _T], rows: int
 ) -> list[_T]:
     """See `Engine.score`. The sequence takes a slot and room of its own, and gives both back."""
     n = len(ids)
     if refusal := parts.kv.ever_fits(n):
         raise UserError(refusal)
-    seq = Sequence("score", ids, n, SamplingParams(max_tokens=1), 0.0, order, n)
+    seq = Sequence("score", ids, n, SamplingParams(max_tokens=1), 0.0, 0, n)
     seq.num_known = seq.num_tokens = n
     seq.token_times, seq.share_prefix = np.zeros(n), False
     if not parts.slots.num_free or parts.kv.acquire(seq, n) is None:
@@ -79,5 +75,5 @@ def score_prompt(parts: Parts, seq: Sequence) -> list[TokenLogprob]:
         found = Logprobs(*(tensor.cpu() for tensor in found))
         return [found.pairs(row, num_top) for row in range(len(targets))]
 
-    slices = score(parts, seq.token_ids[: seq.num_prompt], seq.order, reduce, rows=256)
+    slices = score(parts, seq.token_ids[: seq.num_prompt], reduce, rows=256)
     return [pair for pairs in slices for pair in pairs]

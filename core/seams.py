@@ -118,13 +118,11 @@ class KVManager(Protocol):
     @spec
     def capacity(self, kv_cache_bytes: int, facts: ModelFacts, limits: Limits) -> Capacity:
         """What `kv_cache_bytes` buy, trash block, tails and scratch counted."""
-        raise NotImplementedError
 
     @spec
     def ever_fits(self, num_tokens: int) -> str | None:
         """None if an empty pool holds a sequence of `num_tokens`, else the refusal as a sentence
         with numbers."""
-        raise NotImplementedError
 
     @spec
     def acquire(self, seq: Sequence, upto: int) -> int | None:
@@ -135,29 +133,24 @@ class KVManager(Protocol):
         tokens already cached (0 on later calls), or None with nothing changed where there is no
         room.
         """
-        raise NotImplementedError
 
     @spec
     def on_slot(self, seq: Sequence, slot: int | None) -> None:
         """`seq` now runs in `slot` (called after its first acquire), or gives its slot back
         (None)."""
-        raise NotImplementedError
 
     @spec
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `seq` are known and their keys are written or in flight:
         share them."""
-        raise NotImplementedError
 
     @spec
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
         """A step failed: nothing of `seq` beyond `num_tokens` counts as published any more."""
-        raise NotImplementedError
 
     @spec
     def release(self, seq: Sequence) -> None:
         """`seq` ends or is preempted: unpin everything it holds. Safe to call once only."""
-        raise NotImplementedError
 
     @optional
     def save(self, seq: Sequence, num_tokens: int) -> Saved:
@@ -166,23 +159,19 @@ class KVManager(Protocol):
 
         In stream order: the core releases the room at once, and whoever gets it writes later.
         """
-        raise NotImplementedError
 
     @optional
     def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
         """Write `saved` into the room that `seq` has acquired again, beyond the `num_cached` tokens
         that it shares."""
-        raise NotImplementedError
 
     @spec
     def usage(self) -> Usage:
         """Tokens of room in all, held and cached."""
-        raise NotImplementedError
 
     @spec
     def check_integrity(self) -> None:
         """Raise AssertionError where the books do not balance. For tests and idle engines."""
-        raise NotImplementedError
 
     # Device half.
 
@@ -199,13 +188,11 @@ class KVManager(Protocol):
     ) -> None:
         """Allocate everything, once, in facts.dtype. Pointers stay valid until the engine
         closes."""
-        raise NotImplementedError
 
     @spec
     def metadata(self, limits: Limits) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Per-step host arrays that travel with the core's own copy: name -> (shape, numpy dtype
         name)."""
-        raise NotImplementedError
 
     @spec
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> bool:
@@ -213,34 +200,28 @@ class KVManager(Protocol):
 
         On True the core sends what is there, runs `begin_step`, and calls `plan` again.
         """
-        raise NotImplementedError
 
     @spec
     def begin_step(self, batch: Batch) -> None:
         """The device half of `plan`: the first node of every graph."""
-        raise NotImplementedError
 
     @spec
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Store keys (after RoPE) and values of this step, both [T, K, D] with unit stride in D."""
-        raise NotImplementedError
 
     @spec
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """Attention of q [T, H, D] (after RoPE, unscaled) over what is stored, this step included:
         [T, H * D]."""
-        raise NotImplementedError
 
     @spec
     def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
         """True values stored for positions lo..hi-1 of a slot: k [n, K, D], v [n, K, D], positions
         [n]."""
-        raise NotImplementedError
 
     @spec
     def sink(self, layer: int) -> KVSink | None:
         """Where a fused span may write this layer, or None if only `write` may."""
-        raise NotImplementedError
 
 
 # -------- fusion
@@ -274,7 +255,6 @@ class FusionSet(Protocol):
     @spec
     def spans(self, facts: ModelFacts, device: torch.device) -> Seq[Span]:
         """Every span on offer for this model and device."""
-        raise NotImplementedError
 
 
 # -------- graphs
@@ -291,7 +271,6 @@ class GraphStrategy(Protocol):
     @spec
     def shapes(self, limits: Limits) -> Seq[BatchShape]:
         """Every shape to capture. The core captures the largest first, into one memory pool."""
-        raise NotImplementedError
 
     @spec
     def select(
@@ -299,7 +278,6 @@ class GraphStrategy(Protocol):
     ) -> BatchShape | None:
         """The captured shape that a step is padded to, or None: the step runs eagerly, and is
         counted."""
-        raise NotImplementedError
 
 
 # -------- sched
@@ -316,27 +294,22 @@ class Scheduler(Protocol):
     @spec
     def key(self, seq: Sequence, clock: float) -> Any:
         """Sort key among sequences with prompt work left; smallest first, ties by arrival."""
-        raise NotImplementedError
 
     @spec
     def chunk(self, seq: Sequence, budget: int) -> int:
         """Tokens of `seq` to compute this step, of at most `budget`; 0 lets it wait."""
-        raise NotImplementedError
 
     @spec
     def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
         """Who of `running` gives its room to `for_seq`; None if nobody is less urgent."""
-        raise NotImplementedError
 
     @optional
     def may_start(self, seq: Sequence, usage: Usage) -> bool:
         """Whether a waiting sequence may be admitted now. Overridden when nothing else runs."""
-        raise NotImplementedError
 
     @optional
     def observe(self, num_tokens: int, num_seqs: int, seconds: float) -> None:
         """Called once a step that has ended, with what it carried and its wall time."""
-        raise NotImplementedError
 
 
 PROTOCOLS: Mapping[str, type] = {
@@ -346,3 +319,13 @@ PROTOCOLS: Mapping[str, type] = {
     "sched": Scheduler,
 }
 API: Mapping[str, int] = {"kv": 1, "fusion": 1, "graphs": 1, "sched": 1}
+
+
+def offered(offer: Any, name: str) -> Any:
+    """The optional method `name` of an offer or of its class, None where it has none.
+
+    What a class inherits by subclassing a Protocol is a stub, and counts as none.
+    """
+    cls = offer if isinstance(offer, type) else type(offer)
+    stubs = [vars(protocol).get(name) for protocol in PROTOCOLS.values()]
+    return None if getattr(cls, name, None) in (None, *stubs) else getattr(offer, name)

@@ -34,9 +34,9 @@ def offer_rows(
     offers = [offer for seam in SEAMS for _, offer in sorted(registry.offers[seam].items())]
     rows = []
     for offer in offers:
+        state = "ok"
         try:
             check(offer)
-            state = "ok"
         except (UserError, RunError) as error:
             state = f"{trouble}: {error}"
         rows.append(_row(offer.seam, offer.name, offer.owner, state))
@@ -123,12 +123,10 @@ def print_record(record: Mapping[str, Any], file: TextIO, output: str = "text") 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], file: TextIO) -> None:
     """Rows with the same keys as a table; nothing where there are none."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if rows:
-        table = Table()
-        for heading in rows[0]:
-            table.add_column(heading, overflow="fold")
+        table = Table(*(Column(heading, overflow="fold") for heading in rows[0]))
         for row in rows:
             table.add_row(*map(_cell, row.values()))
         console(file).print(table)

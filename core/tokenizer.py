@@ -84,8 +84,8 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8"))
 
     def incremental(self) -> Decoder:
-        invalid = b"\xff"  # occurs nowhere in UTF-8
-        return _byte_decoder(lambda i: bytes((i,)) if 0 <= i < 256 else invalid)
+        # 0xFF occurs nowhere in UTF-8.
+        return _byte_decoder(lambda i: bytes((i,)) if 0 <= i < 256 else b"\xff")
 
 
 class NoTokenizer(Tokenizer):
@@ -93,15 +93,9 @@ class NoTokenizer(Tokenizer):
 
     has_text = False
 
-    def __init__(self, model: str, eos_token_ids: tuple[int, ...] = ()) -> None:
-        super().__init__(eos_token_ids)
-        self._model = model
-
     def encode(self, text: str) -> list[int]:
-        raise UserError(
-            f"{self._model} has no tokenizer files, so text cannot be encoded; pass token ids, or "
-            "add tokenizer.json to its directory."
-        )
+        what = "the model has no tokenizer files, so text cannot be encoded"
+        raise UserError(f"{what}; pass token ids, or add tokenizer.json to its directory.")
 
     def incremental(self) -> Decoder:
         return _byte_decoder(lambda _: b"")
@@ -164,7 +158,7 @@ def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
     Local files only, and no code from them. Raises UserError if transformers cannot read them.
     """
     if not any((directory / name).is_file() for name in _FILES):
-        return NoTokenizer(directory.name, eos_token_ids)
+        return NoTokenizer(eos_token_ids)
     from transformers import AutoTokenizer
 
     what = f"The tokenizer files of {directory} cannot be read"

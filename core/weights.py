@@ -23,6 +23,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
+_IGNORED = ("rotary_emb.inv_freq", _HEAD)  # where the decoder does not want them
 
 # The modules of a checkpoint, below model.layers.N, whose weights each field of LayerWeights holds;
 # the field with _bias holds their biases.
@@ -132,7 +133,7 @@ def read_weights(
     and tensor for anything that is missing, superfluous, misshapen or unreadable.
     """
     files = _files(directory)
-    _check(directory, files, checkpoint_views(facts, allocate(facts, "meta")), facts)
+    _check(directory, files, checkpoint_views(facts, allocate(facts, "meta")))
     weights, head = allocate(facts, device), None
     views = checkpoint_views(facts, weights)
     num_bytes, total_bytes = 0, sum(view.nbytes for view in views.values())
@@ -147,10 +148,8 @@ def read_weights(
                     head = shard.get_tensor(name)
     # transformers would silently untie them.
     if head is not None and not torch.equal(head.to(weights.embed), weights.embed):
-        raise UserError(
-            f"{_HEAD} of {directory} differs from the embeddings although the config field "
-            "tie_word_embeddings is true; set it to false."
-        )
+        what = f"{_HEAD} of {directory} differs from the embeddings"
+        raise UserError(f"{what} although tie_word_embeddings is true; set that to false.")
     return weights
 
 
@@ -183,27 +182,21 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _check(
-    directory: Path, files: dict[Path, list[str]], wanted: dict[str, Tensor], facts: ModelFacts
-) -> None:
+def _check(directory: Path, files: dict[Path, list[str]], wanted: dict[str, Tensor]) -> None:
     """Refuse names and shapes that are not those which config.json asks for."""
     found = {name for names in files.values() for name in names}
-    extra = {name for name in found.difference(wanted) if not name.endswith("rotary_emb.inv_freq")}
-    if facts.tied_embeddings:
-        extra.discard(_HEAD)
+    extra = {name for name in found.difference(wanted) if not name.endswith(_IGNORED)}
     for what, differing in (("holds", extra), ("lacks", set(wanted) - found)):
         if differing:
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-            raise UserError(
-                f"{directory} {what} {min(differing)}{more}, unlike the decoder of its "
-                "config.json; check that both are of one model."
+            what = (
+                f"{directory} {what} {min(differing)}{more}, unlike the decoder of its config.json"
             )
+            raise UserError(f"{what}; check that both are of one model.")
     for path, names in files.items():
         with _opened(path) as shard:
             for name in wanted.keys() & names:
-                shape = shard.get_slice(name).get_shape()
-                if tuple(shape) != wanted[name].shape:
-                    raise UserError(
-                        f"{path}: {name} is {shape} where config.json asks for "
-                        f"{list(wanted[name].shape)}; check that both are of one model."
-                    )
+                shape, asked = shard.get_slice(name).get_shape(), list(wanted[name].shape)
+                if shape != asked:
+                    what = f"{name} is {shape} where config.json asks for {asked}"
+                    raise UserError(f"{path}: {what}; check that both are of one model.")

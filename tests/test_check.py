@@ -15,6 +15,7 @@ import torch
 from core import check
 from core.errors import RunError, UserError
 from core.seams import SEAMS
+from core.testing.check import _SUITES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -223,8 +224,8 @@ def test_it_minds_no_options_of_other_tests_and_leaves_nothing(monkeypatch, caps
 
 
 def test_every_seam_has_its_suites():
-    assert tuple(check._SUITES) == SEAMS
-    for names in check._SUITES.values():
+    assert tuple(_SUITES) == SEAMS
+    for names in _SUITES.values():
         for module, suite in zip(names[::2], names[1::2], strict=True):
             assert hasattr(importlib.import_module(module), suite)
 

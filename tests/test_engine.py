@@ -461,3 +461,17 @@ def test_a_scheduler_that_holds_everybody_back_does_not_stall_the_engine(checkpo
                 if event.output:
                     found[event.request_id] = event.output.token_ids
         assert found == {str(i): expected[i][:4] for i in range(3)}
+
+
+def test_stubs_inherited_from_a_protocol_count_as_nothing(checkpoints):
+    """An author may subclass the Protocol: optional methods that were left out stay left out."""
+    from core.seams import Scheduler
+    from plugins.sched.fifo import Fifo
+
+    class Inherits(Fifo, Scheduler):
+        pass
+
+    path, expected = checkpoints["qwen3"]
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    with tiny_engine(path, sched=Inherits(), max_num_seqs=2) as engine:
+        assert [o.token_ids for o in engine.generate(prompts(), params)] == expected

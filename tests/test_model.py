@@ -87,7 +87,7 @@ def prompt(num_tokens: int, seed: int = 1) -> list[int]:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(str(path), dtype=dtype, device="cpu", seed=0)
+    return load_model(str(path), dtype=dtype, device="cpu", seed=0, progress=lambda *_: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(model: str | Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
-    return load_model(str(model), dtype=dtype, device="cpu", **({"seed": 0} | options))
+    options = {"seed": 0, "progress": lambda done, total: None} | options
+    return load_model(str(model), dtype=dtype, device="cpu", **options)
 
 
 def refusal(model: str | Path) -> str:
