@@ -160,6 +160,12 @@ class Engine:
             raise UserError(
                 f"request {request_id!r} is already running: give every request its own id"
             )
+        sched = self.plan.sched
+        if priority and not getattr(sched.offer, "heeds_priority", True):
+            raise UserError(
+                f"priority is {priority} and sched '{sched.name}' heeds none: leave it out, or "
+                "choose --sched priority or aging"
+            )
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
         self._refuse_impossible(len(ids), total, params)

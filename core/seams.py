@@ -285,7 +285,7 @@ class GraphStrategy(Protocol):
 
 class Scheduler(Protocol):
     """Who runs next, how much of it, who gives way. Admission, budget and liveness belong to the
-    core."""
+    core. An offer that states `heeds_priority = False` gets no request that carries a priority."""
 
     api: ClassVar[int]
     rekey: ClassVar[Literal["never", "step"]]  # "never": keys are static and live in a heap

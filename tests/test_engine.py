@@ -434,6 +434,15 @@ def test_priority_and_metadata_reach_the_scheduler(checkpoints):
     assert ended == ["high", "mid", "low"]
 
 
+@pytest.mark.parametrize("sched", ["fifo", "shortest"])
+def test_a_priority_that_nobody_heeds_is_refused(checkpoints, sched):
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path, sched=sched) as engine:
+        with pytest.raises(UserError, match=f"priority is 3 and sched '{sched}' heeds none"):
+            engine.add_request([5], priority=3)
+        assert not engine.has_unfinished()
+
+
 def test_ttft_counts_from_the_scheduled_arrival(checkpoints):
     import time
 

@@ -15,6 +15,7 @@ class Fifo:
     """Requests start in the order of arrival; a preempted one keeps its place."""
 
     api = 1
+    heeds_priority = False
     rekey: Literal["never"] = "never"
 
     class Config(OfferConfig):

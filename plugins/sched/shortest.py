@@ -32,6 +32,7 @@ class Shortest:
     """
 
     api = 1
+    heeds_priority = False
     rekey: Literal["never"] = "never"
 
     class Config(OfferConfig):
