@@ -45,13 +45,13 @@ class Parts:
     def describe(self) -> dict[str, Any]:
         """Resolved config, sizes and versions, JSON-able."""
         device = self.executor.device
-        on_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name if device.type == "cuda" else str
         return {
             **self.plan.dump(),
             "limits": vars(self.limits),
             "kv_cache_tokens": self.kv.usage().num_tokens,
             "graph_bytes": self.executor.graph_bytes,
-            "device_name": torch.cuda.get_device_name(device) if on_cuda else "cpu",
+            "device_name": name(device),
         }
 
 
@@ -70,11 +70,13 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
             progress=lambda done, total: progress("load", done, total),
         )
         return _assemble(plan, offers, model, device, counters, progress)
-    except torch.OutOfMemoryError as error:
-        first = str(error).split(". ")[0]
+    except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no error of its own
+        first = str(error).split(". ")[0] or "MemoryError"
+        if not isinstance(error, MemoryError) and "memory" not in first:
+            raise
         raise RunError(
             f"{device} ran out of memory ({first}): lower --gpu-memory-utilization, "
-            "--max-num-batched-tokens, --max-num-seqs or --kv-cache-bytes"
+            "--max-num-batched-tokens, --max-num-seqs, --kv-cache-bytes or kv's own options"
         ) from error
 
 
@@ -136,8 +138,9 @@ def _final_limits(
     room = kv.capacity(budget, facts, limits)
     if room.num_seqs < 1 or room.num_tokens < 2:
         raise UserError(
-            f"{budget / 2**30:.3f} GiB of KV cache do not hold one sequence of kv '{name}' "
-            f"at max_model_len {limits.max_model_len}: raise --kv-cache-bytes or lower it"
+            f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len "
+            f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised): "
+            "raise --kv-cache-bytes, or lower --max-model-len or the block size"
         )
     longest = limits.max_model_len
     if config.max_model_len is None:

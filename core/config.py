@@ -67,7 +67,7 @@ class RunConfig(BaseModel):
     kv_cache_bytes: ByteSize | None = Field(None, gt=0, description="of the KV cache, as 2GiB")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU to fill")
     enable_prefix_caching: bool | None = Field(None, description="share blocks of equal prefixes")
-    seed: int = Field(0, ge=0, description="seed of random weights and of sampling")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of random weights and of sampling")
     overlap: bool | None = Field(None, description="plan a step while the device runs another")
 
     @classmethod

@@ -24,7 +24,7 @@ import numpy as np
 
 from core.batch import Sequence
 from core.compose import compose
-from core.errors import UserError, reason
+from core.errors import UserError, explained, reason
 from core.metrics import RequestMetrics, StepCounters, request_metrics
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
@@ -161,11 +161,10 @@ class Engine:
                 f"request {request_id!r} is already running: give every request its own id"
             )
         sched = self.plan.sched
+        if not isinstance(priority, int) or arrival != arrival:
+            raise UserError(f"priority is {priority!r} and arrival {arrival}: give numbers")
         if priority and not getattr(sched.offer, "heeds_priority", True):
-            raise UserError(
-                f"priority is {priority} and sched '{sched.name}' heeds none: leave it out, or "
-                "choose --sched priority or aging"
-            )
+            raise UserError(f"sched '{sched.name}' heeds no priority: choose --sched priority")
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
         self._refuse_impossible(len(ids), total, params)
@@ -184,19 +183,25 @@ class Engine:
         return request_id
 
     def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
-        ids: list[Any] = list(prompt)
-        if ids and isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        array = np.asarray(ids, np.int64)
+        with explained("the prompt is neither text nor token ids", "give a str or whole numbers"):
+            if isinstance(prompt, str) and prompt:
+                prompt.encode()  # bytes that are no UTF-8 arrive as lone surrogates
+                prompt = self.tokenizer.encode(prompt)
+            array = np.asarray(list(prompt))
+            if array.size and (array.ndim > 1 or array.dtype.kind not in "iu"):
+                raise TypeError(f"{array.dtype} in {array.ndim} dimensions")
         if not array.size:
             raise UserError("the prompt is empty: give at least one token")
-        bad = array[(array < 0) | (array >= self.facts.vocab_size)]
+        self._refuse_ids(array)
+        return array.astype(np.int32)
+
+    def _refuse_ids(self, ids: NDArray[Any]) -> None:
+        bad = ids[(ids < 0) | (ids >= self.facts.vocab_size)]
         if bad.size:
             raise UserError(
                 f"token id {bad[0]} is outside the model's vocabulary of {self.facts.vocab_size}: "
                 f"give ids from 0 to {self.facts.vocab_size - 1}"
             )
-        return array.astype(np.int32)
 
     def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
@@ -208,11 +213,12 @@ class Engine:
         step = self.limits.max_num_batched_tokens
         if not self.config.enable_chunked_prefill and num_prompt > step:
             raise UserError(
-                f"the prompt has {num_prompt} tokens, a step holds {step} and chunked prefill is "
-                "off: raise --max-num-batched-tokens or turn --enable-chunked-prefill on"
+                f"the prompt has {num_prompt} tokens, one step holds {step}: raise "
+                "--max-num-batched-tokens or turn --enable-chunked-prefill on"
             )
         if refusal := self._kv.ever_fits(total):
             raise UserError(refusal)
+        self._refuse_ids(np.array(params.stop_token_ids))
         if params.stop and not self.tokenizer.has_text:
             raise UserError(
                 f"stop is {params.stop!r} and the model has no tokenizer, so there is no text to "
@@ -253,7 +259,8 @@ class Engine:
                 self._harvest(self._in_flight.popleft())
         elif not self._drain() and not self._schedule.num_running:
             if head := self._schedule.head():  # nothing runs, and it has no room: it never will
-                self._finish(self._requests[head.request_id], "error", self._no_room(head))
+                seq = head[2]
+                self._finish(self._requests[seq.request_id], "error", self._no_room(seq))
 
     def _launch(self, plan: StepPlan) -> None:
         begun = perf_counter()
@@ -408,6 +415,8 @@ class Engine:
             batch = [batch]  # one prompt given as ids
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(batch)
+        if not all(isinstance(one, SamplingParams) for one in params):
+            raise UserError(f"{params!r} are no SamplingParams: give one for all, or one each")
         given = f"{len(batch)} prompts and {len(params)} SamplingParams"
         if len(params) != len(batch):
             raise UserError(f"{given}: give one for all, or one each")

@@ -259,10 +259,7 @@ class Executor:
             return None
         holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
         if shape not in self._shapes or not holds or (shape.fresh and not wanted.fresh):
-            raise RunError(
-                f"the graph strategy selected {shape} for {wanted}, which it did not have captured "
-                "or which does not hold it: repair its select()"
-            )
+            raise RunError(f"graphs selected {shape} for {wanted}, which it does not hold")
         return self._shapes[shape]
 
     def _view(self, shape: BatchShape, num_logits: int) -> Batch:

@@ -101,7 +101,7 @@ def facts_from_config(
         qk_norm=kind == "qwen3",
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=dtype,
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+        eos_token_ids=_ids(eos),
     )
 
 
@@ -137,6 +137,13 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     return value
 
 
+def _ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value] * (value is not None)
+    if not all(isinstance(i, int) for i in ids):
+        _refuse("eos_token_id", value, "it is a token id or a list of them")
+    return tuple(ids)
+
+
 def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any], int]:
     """Base, YaRN parameters (empty for default RoPE) and the longest context in tokens.
 
@@ -144,7 +151,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any], int]:
     where a file has more than one, precedence is that of transformers 5.
     """
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = dict(config.get(where) or {})
+    given = config.get(where) or {}
+    if not isinstance(given, dict):
+        _refuse(where, given, "it is an object")
     max_position = _count(config, "max_position_embeddings")
     theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))

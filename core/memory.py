@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from core.seams import Span
 
 _HOST_SHARE = 0.25  # of the free memory of the machine, on a CPU
-_TABLE_BYTES = 1 << 24  # block tables and slot maps
 _SLACK_BYTES = 1 << 29  # cuBLAS and cuDNN workspaces, split-KV partials, fragmentation
 
 
@@ -44,8 +43,8 @@ def host_budget(facts: ModelFacts, limits: Limits) -> int:
     """Bytes on a CPU: every slot at full length if a quarter of the free memory holds it, else that
     quarter."""
     num_tokens = (limits.max_model_len + 256) * (limits.max_num_seqs + 1)
-    scratch = facts.kv_bytes_per_token * limits.max_num_batched_tokens
-    wanted = facts.kv_bytes_per_token * num_tokens + scratch + _TABLE_BYTES
+    num_tokens += limits.max_num_batched_tokens  # scratch
+    wanted = facts.kv_bytes_per_token * num_tokens + (1 << 24)  # tables
     return min(wanted, int(psutil.virtual_memory().available * _HOST_SHARE))
 
 

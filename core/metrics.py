@@ -42,7 +42,6 @@ class RequestMetrics:
         """JSON-able, derived figures included."""
         return {
             **asdict(self),
-            "itl_ms": list(self.itl_ms),
             "mean_itl_ms": self.mean_itl_ms,
             "tokens_per_s": self.tokens_per_s,
         }

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(action: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Run `action`; an error that people can act on becomes one sentence and an exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # None where it was closed
     try:
         code = action(argv)
         sys.stdout.flush()
@@ -62,7 +63,7 @@ def guarded(action: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone; what it has not read, nobody wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UserError, RunError, KeyboardInterrupt) as error:
+    except (UserError, RunError, KeyboardInterrupt, OSError) as error:
         if os.environ.get("OUTWEIGH_DEBUG") == "1":
             traceback.print_exc()
         message = " ".join(str(error).split()) or "interrupted"
@@ -119,7 +120,11 @@ def _parser() -> Parser:
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue, or pipe it in")
     about = "prompts, one a line; - for stdin; .jsonl: objects with a prompt and sampling fields"
     add("--prompt-file", metavar="FILE", help=about)
-    add("--config", metavar="FILE", help="what a run wrote with -o json: run like that again")
+    add(
+        "--config",
+        metavar="FILE",
+        help="what a run wrote with -o json: take its options of the engine",
+    )
     for name, field in RunConfig.model_fields.items():
         about = str(field.description)
         if name in DEFAULTS:

@@ -97,12 +97,8 @@ class Schedule:
             del self.decoding[seq.slot]
             self._decoding_slots = None
 
-    def head(self) -> Sequence | None:
-        """Who is next to be admitted."""
-        entry = self._head()
-        return None if entry is None else entry[2]
-
-    def _head(self) -> tuple[Any, int, Sequence] | None:
+    def head(self) -> tuple[Any, int, Sequence] | None:
+        """Key, order and who it is that is next to be admitted."""
         while self._heap and self._waiting.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -126,7 +122,9 @@ class Schedule:
         if not num_decodes and not rows:
             if not self.prefilling:
                 return None
-            rows, lens = self._first_partial()  # a policy may hold back some, never all
+            first = self.prefilling[0]  # a policy may hold back some, never all
+            assert first.slot is not None
+            rows, lens = [first.slot], [min(self._chunk_size, first.remaining)]
         all_slots = np.concatenate((slots, np.array(rows, np.int32)))
         query_lens = np.concatenate((np.ones(num_decodes, np.int32), np.array(lens, np.int32)))
         return self._commit(all_slots, query_lens, num_decodes)
@@ -193,7 +191,7 @@ class Schedule:
         rows: list[int] = []
         lens: list[int] = []
         while budget > 0:
-            head = self._head() if admit else None
+            head = self.head() if admit else None
             if head is not None and (not partials or head[:2] < partials[-1][:2]):
                 seq = head[2]
                 if not self._chunked and min(seq.remaining, self._chunk_size) > budget:
@@ -218,11 +216,6 @@ class Schedule:
         for entry in aside:
             heapq.heappush(self._heap, entry)
         return rows, lens
-
-    def _first_partial(self) -> tuple[list[int], list[int]]:
-        seq = self.prefilling[0]
-        assert seq.slot is not None
-        return [seq.slot], [min(self._chunk_size, seq.remaining)]
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         self._slots.sync(seq)

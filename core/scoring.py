@@ -30,16 +30,15 @@ def score(
 ) -> list[_T]:
     """See `Engine.score`. The sequence takes a slot and room of its own, and gives both back."""
     n = len(ids)
+    if rows < 1:
+        raise UserError(f"rows is {rows}: give the logits of at least 1 position at a time")
     if refusal := parts.kv.ever_fits(n):
         raise UserError(refusal)
     seq = Sequence("score", ids, n, SamplingParams(max_tokens=1), 0.0, 0, n)
     seq.num_known = seq.num_tokens = n
     seq.token_times, seq.share_prefix = np.zeros(n), False
     if not parts.slots.num_free or parts.kv.acquire(seq, n) is None:
-        raise UserError(
-            f"there is no room to score {n} tokens beside the running requests: "
-            "let them finish first"
-        )
+        raise UserError(f"no room to score {n} tokens beside what runs: let requests end first")
     slot = parts.slots.take(seq, 0, ())
     parts.kv.on_slot(seq, slot)
     try:

@@ -67,7 +67,7 @@ class Slots:
         self.filters[slot] = params.top_k, params.top_p, params.min_p
         self.penalties[slot, 0] = params.repetition_penalty
         self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
-        self.min_total[slot] = seq.num_prompt + params.min_tokens
+        self.min_total[slot] = min(seq.num_prompt + params.min_tokens, seq.max_tokens_total)
         self.has_stop_strings[slot] = bool(params.stop)
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:

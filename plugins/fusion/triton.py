@@ -7,7 +7,7 @@ A layer of Qwen3 takes some fifty elementwise and reduction launches in plain to
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, field_validator
 
@@ -42,11 +42,16 @@ class TritonFusion:
 
     class Config(OfferConfig):
         only: tuple[str, ...] | None = Field(
-            None, description=f"names of the spans to use, of {', '.join(NAMES)}; null: all"
+            None, description=f"names of spans to use, by commas, of {', '.join(NAMES)}; null: all"
         )
         fuel: int | None = Field(
             None, ge=0, description="places that spans may claim, from the start; null: all"
         )
+
+        @field_validator("only", mode="before")
+        @classmethod
+        def _by_commas(cls, only: Any) -> Any:
+            return tuple(only.split(",")) if isinstance(only, str) else only
 
         @field_validator("only")
         @classmethod

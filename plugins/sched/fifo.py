@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from core.config import OfferConfig
 
@@ -31,5 +31,10 @@ class Fifo:
         return budget
 
     def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
-        newest = max(running, key=lambda seq: seq.order, default=None)
-        return newest if newest is not None and newest.order > for_seq.order else None
+        """The last by the key, which a subclass may have changed."""
+
+        def place(seq: Sequence) -> tuple[Any, int]:
+            return self.key(seq, 0.0), seq.order
+
+        last = max(running, key=place, default=None)
+        return last if last is not None and place(last) > place(for_seq) else None

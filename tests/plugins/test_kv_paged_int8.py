@@ -375,7 +375,9 @@ def test_the_weights_are_not_touched(planted):
     path, _ = planted["qwen2"]
     with engine(path, "paged") as plain, engine(path) as smoothed:
         smoothed.generate([[5] * 20], SamplingParams(max_tokens=4))
-        pairs = zip(plain._parts.weights.layers, smoothed._parts.weights.layers, strict=True)
+        pairs = zip(
+            plain._parts.model.weights.layers, smoothed._parts.model.weights.layers, strict=True
+        )
         for one, other in pairs:
             for field in dataclasses.fields(LayerWeights):
                 expected, got = getattr(one, field.name), getattr(other, field.name)

@@ -1,0 +1,113 @@
+"""Mistakes in Python and on the command line: one sentence, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core import Engine, SamplingParams
+from core.errors import RunError, UserError
+from plugins.sched.fifo import Fifo
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(model="random:tiny", device="cpu", max_model_len=128, sched="priority") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "words"),
+    [
+        ([[1.5]], None, "neither text nor token ids"),
+        ([[True]], None, "neither text nor token ids"),
+        ([["a"]], None, "neither text nor token ids"),
+        ([[[1], [2]]], None, "neither text nor token ids"),
+        (["\udcff"], None, "neither text nor token ids"),
+        (["a"], {"max_tokens": 3}, "SamplingParams"),
+        (["a"], [{"max_tokens": 3}], "SamplingParams"),
+        (["a", "b"], [SamplingParams(stop_token_ids=[2**40]), SamplingParams()], "1099511627776"),
+        (["a"], SamplingParams(stop_token_ids=[99999]), "99999 is outside"),
+    ],
+)
+def test_generate_refuses_and_keeps_nothing(engine, prompts, params, words):
+    with pytest.raises(UserError, match=words):
+        engine.generate(prompts, params)
+    assert not engine.has_unfinished()
+    assert len(engine.generate("fine", SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "x"}, {"arrival": float("nan")}])
+def test_a_request_that_cannot_be_ordered_is_refused(engine, wrong):
+    with pytest.raises(UserError, match="give numbers"):
+        engine.add_request("a", **wrong)
+    assert engine.generate("fine", SamplingParams(max_tokens=1))[0].finish_reason == "length"
+
+
+def test_min_tokens_beyond_all_bounds(engine):
+    params = SamplingParams(min_tokens=10**20, max_tokens=10**21)
+    output = engine.generate([5] * 120, params)[0]
+    assert (len(output.token_ids), output.finish_reason) == (8, "length")
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_score_in_slices_of_nothing(engine, rows):
+    with pytest.raises(UserError, match=f"rows is {rows}"):
+        engine.score([1, 2, 3], lambda *_: None, rows=rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_bytes": 900 << 40}, {"settings": {"kv.num_blocks": 10**14}}],
+)
+def test_a_cache_that_no_machine_holds(options):
+    with pytest.raises((RunError, UserError), match="memory"):
+        Engine(model="random:tiny", device="cpu", max_model_len=128, **options)
+
+
+def test_a_seed_that_no_generator_takes():
+    with pytest.raises(UserError, match="seed"):
+        Engine(model="random:tiny", device="cpu", seed=2**65)
+
+
+def test_fusion_spans_by_commas():
+    from plugins.fusion.triton import TritonFusion
+
+    assert TritonFusion.Config(only="add_norm,sample").only == ("add_norm", "sample")
+
+
+def test_a_subclass_of_fifo_gives_way_by_its_own_key():
+    class Newest(Fifo):
+        def key(self, seq, clock):
+            return -seq.order
+
+    class Of:
+        def __init__(self, order):
+            self.order = order
+
+    old, mid, new = map(Of, range(3))
+    assert Newest().victim([old, new], mid) is old
+    assert Newest().victim([new], mid) is None
+    assert Fifo().victim([old, new], mid) is new
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full"])
+def test_a_stdout_that_takes_nothing(redirect):
+    command = f"{sys.executable} -m core.run --device cpu --max-tokens 2 Hi {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1)
