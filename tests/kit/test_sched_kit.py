@@ -160,7 +160,7 @@ class SkipsForEver(Schedule):
 class RevivesOldPlaces(Schedule):
     """Who waits again, with more to do, is found under the place that he had before."""
 
-    def _head(self):
+    def head(self):
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
