@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from core.config import OfferConfig
+from plugins.sched.giving_way import least_urgent
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -78,11 +79,7 @@ class Aging:
         return budget
 
     def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
-        last = max(running, key=self._place, default=None)
-        return last if last is not None and self._place(last) > self._place(for_seq) else None
-
-    def _place(self, seq: Sequence) -> tuple[float, int]:
-        return self.key(seq, 0.0), seq.order
+        return least_urgent(self.key, running, for_seq)
 
     def observe(self, num_tokens: int, num_seqs: int, seconds: float) -> None:
         """Measure the prefill speed, until it is frozen."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from core.config import OfferConfig
+from plugins.sched.giving_way import least_urgent
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -31,10 +32,4 @@ class Fifo:
         return budget
 
     def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
-        """The last by the key, which a subclass may have changed."""
-
-        def place(seq: Sequence) -> tuple[Any, int]:
-            return self.key(seq, 0.0), seq.order
-
-        last = max(running, key=place, default=None)
-        return last if last is not None and place(last) > place(for_seq) else None
+        return least_urgent(self.key, running, for_seq)

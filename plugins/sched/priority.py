@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from core.config import OfferConfig
+from plugins.sched.giving_way import least_urgent
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -43,13 +44,9 @@ class Priority:
         return budget
 
     def victim(self, running: Seq[Sequence], for_seq: Sequence) -> Sequence | None:
-        last = max(running, key=self._place, default=None)
-        return last if last is not None and self._place(last) > self._place(for_seq) else None
+        return least_urgent(self.key, running, for_seq)
 
     def pass_bound_s(self, seq: Sequence) -> float:
         """Seconds after its arrival from which on nothing that arrives passes `seq`, however
         urgent."""
         return self._window_s
-
-    def _place(self, seq: Sequence) -> tuple[tuple[float, int], int]:
-        return self.key(seq, 0.0), seq.order
