@@ -1,6 +1,6 @@
 """Text to token ids and back, at once or as a stream.
 
-Streaming is exact: what a `TextStream` gives out, joined, is `decode` of all ids. Where a token is
+Streaming is exact: what a `Decoder` gives out, joined, is `decode` of all ids. Where a token is
 a string of bytes (byte-level BPE: Qwen, Llama 3) an incremental UTF-8 decoder does it. Elsewhere
 (SentencePiece: Llama 2, Mistral) new tokens are decoded together with the one before them, and a
 run of single-byte tokens is held back until it ends, because the tokenizer judges such a run as a
@@ -18,8 +18,8 @@ from typing import Any
 
 from core.errors import UserError, explained
 
-# One stream of ids: (ids, whether they are the last) -> the text that they add, as far as it is
-# decided.
+# One stream of ids: (ids, whether they are the last) -> the text that they add. A character is held
+# back until it is whole, or cannot become whole any more; a token costs constant work on average.
 Decoder = Callable[[Seq[int], bool], str]
 
 _BYTE = re.compile("<0x..>")
@@ -56,25 +56,6 @@ class Tokenizer:
     def incremental(self) -> Decoder:
         """A decoder for one stream of ids."""
         raise NotImplementedError
-
-
-class TextStream:
-    """The text of a growing list of ids, as deltas; constant work a token on average.
-
-    Joined, the deltas of `push` and the last one of `flush` equal `tokenizer.decode` of all ids. A
-    character is held back until it is whole, or cannot become whole any more.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.incremental()
-
-    def push(self, ids: Seq[int]) -> str:
-        """The text that `ids` add; "" while it is not decided."""
-        return self._decode(ids, False)
-
-    def flush(self) -> str:
-        """What is held back, at the end of the ids."""
-        return self._decode((), True)
 
 
 class ByteTokenizer(Tokenizer):

@@ -15,10 +15,23 @@ from core.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
     NoTokenizer,
-    TextStream,
     Tokenizer,
     load_tokenizer,
 )
+
+
+class Stream:
+    """One incremental decoder, by the names of what is done with it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.incremental()
+
+    def push(self, ids: Seq[int]) -> str:
+        return self._decode(ids, False)
+
+    def flush(self) -> str:
+        return self._decode((), True)
+
 
 TEXTS = (
     "",
@@ -107,7 +120,7 @@ def in_pieces(ids: Seq[int], rng: random.Random) -> Iterator[Seq[int]]:
 
 
 def streamed(tokenizer: Tokenizer, ids: Seq[int], rng: random.Random) -> str:
-    stream = TextStream(tokenizer)
+    stream = Stream(tokenizer)
     return "".join([*map(stream.push, in_pieces(ids, rng)), stream.flush()])
 
 
@@ -160,7 +173,7 @@ def test_streams_of_raw_bytes_are_their_decoding(
 
 
 def test_what_is_undecided_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
-    stream = TextStream(tokenizers["bytes"])
+    stream = Stream(tokenizers["bytes"])
     thumb = list("👍".encode())
     assert [stream.push([byte]) for byte in thumb] == ["", "", "", "👍"]
     assert stream.push([*thumb[:2], 65]) == "�A"
@@ -169,7 +182,7 @@ def test_what_is_undecided_is_held_back(tokenizers: dict[str, Tokenizer]) -> Non
     # A run of byte tokens is judged as a whole, so it comes out when it has ended.
     sentencepiece = tokenizers["sentencepiece"]
     ids = sentencepiece.encode("the 👍 he")
-    stream = TextStream(sentencepiece)
+    stream = Stream(sentencepiece)
     deltas = [stream.push([token_id]) for token_id in ids]
     assert deltas == ["", "t", "he", " ", "", "", "", "", "👍 ", "he"] and stream.flush() == ""
 
