@@ -71,7 +71,8 @@ class Sequence:
     values are written or in flight: the first chases the second. Numbers of a sequence that has a
     slot live in the engine's slot arrays too, and the engine keeps both equal at the boundaries
     where a plugin is called. `metadata` carries what the caller attached, and "priority" (lower is
-    more urgent); `saved` is what a preempted sequence has in host memory.
+    more urgent); `saved` is what a preempted sequence has in host memory. The moments from
+    `arrival` (when it was due) to `first_scheduled` are seconds of the engine's clock.
     """
 
     request_id: str
@@ -91,6 +92,8 @@ class Sequence:
     num_preemptions: int = 0
     num_bypassed: int = 0
     saved: Saved | None = None
+    enqueued: float = 0.0
+    admitted: float | None = None
     first_scheduled: float | None = None
     token_times: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     logprobs: list[TokenLogprob] = field(default_factory=list)

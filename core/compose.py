@@ -101,6 +101,9 @@ def _assemble(
         )
     )
     limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
+    if limits.max_model_len < (config.max_model_len or facts.max_position):
+        what = f"{budget:,} bytes of KV cache hold sequences of {limits.max_model_len} tokens"
+        model.notes.append(f"{what}, the model {facts.max_position}: raise --kv-cache-bytes")
     kv.sharing = bool(config.enable_prefix_caching)
     if (look_at := offered(kv, "weights")) is not None:
         look_at(model.weights.layers)

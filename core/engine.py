@@ -25,7 +25,7 @@ import numpy as np
 from core.batch import Sequence
 from core.compose import compose
 from core.errors import UserError, explained, reason
-from core.metrics import RequestMetrics, StepCounters, request_metrics
+from core.metrics import KVUse, RequestMetrics, StepCounters
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
 from core.scoring import score, score_prompt
@@ -103,7 +103,7 @@ class Engine:
     """
 
     def __init__(self, *, progress: Progress | None = None, **config: Any) -> None:
-        self.counters = StepCounters()
+        self.counters, self.kv_use = StepCounters(), KVUse()
         self._requests: dict[str, _Request] = {}
         self._in_flight: deque[tuple[float, InFlight]] = deque()  # after the moment of launch
         self._landed = 0.0
@@ -124,15 +124,12 @@ class Engine:
             parts.sched,
             parts.slots,
             self.counters,
-            chunk_size=self.config.chunk_size,
-            chunked=self.config.enable_chunked_prefill,
-            max_bypass=self.config.max_bypass,
-            swap=self.config.preemption == "swap",
+            self.config,
             clock=perf_counter,
             drain=self._drain,
             admit=self._take_slot,
         )
-        self.plan.registry.hooks.engine_built(self)
+        self.plan.registry.hooks.call("outweigh_engine_built", self)
 
     # -------- requests
 
@@ -170,6 +167,7 @@ class Engine:
         self._refuse_impossible(len(ids), total, params)
         seq = Sequence(request_id, ids, len(ids), params, arrival, self._num_added, total)
         seq.num_known = seq.num_tokens = len(ids)
+        seq.enqueued = perf_counter()
         seq.token_times = np.zeros(len(ids))
         seq.share_prefix = params.prompt_logprobs is None  # see score_prompt
         seq.metadata = {**(metadata or {}), "priority": priority}
@@ -233,11 +231,6 @@ class Engine:
         if request := self._requests.get(request_id):
             self._finish(request, "abort")
 
-    @property
-    def num_decoding(self) -> int:
-        """Sequences whose prompts are through and that will get a token from the next step."""
-        return len(self._schedule.decoding)
-
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._news.keys() - self._streams)
 
@@ -254,6 +247,7 @@ class Engine:
         self._check_open()
         plan = self._schedule.plan()
         if plan is not None:
+            self.kv_use.look(self._kv, self._slots.num_computed, perf_counter())
             self._launch(plan)
             if len(self._in_flight) > self._depth:
                 self._harvest(self._in_flight.popleft())
@@ -359,15 +353,7 @@ class Engine:
             finish_reason=how,
             **_split("", seq.params.logprobs, seq.logprobs),
             **_split("prompt_", seq.params.prompt_logprobs, [(None, None), *seq.prompt_logprobs]),
-            metrics=request_metrics(
-                arrival=seq.arrival,
-                first_scheduled=seq.first_scheduled,
-                ended=perf_counter(),
-                token_times=seq.token_times[n : seq.num_known],
-                num_prompt=n,
-                num_cached=seq.num_cached,
-                num_preemptions=seq.num_preemptions,
-            ),
+            metrics=RequestMetrics.of(seq, perf_counter()),
             error=error,
         )
         del self._requests[seq.request_id]
@@ -417,9 +403,8 @@ class Engine:
             params = [params or SamplingParams()] * len(batch)
         if not all(isinstance(one, SamplingParams) for one in params):
             raise UserError(f"{params!r} are no SamplingParams: give one for all, or one each")
-        given = f"{len(batch)} prompts and {len(params)} SamplingParams"
-        if len(params) != len(batch):
-            raise UserError(f"{given}: give one for all, or one each")
+        if len(params) != (n := len(batch)):
+            raise UserError(f"{n} prompts and {len(params)} SamplingParams: give one, or one each")
         requests: list[_Request] = []
         try:
             for prompt, one in zip(batch, params, strict=True):
@@ -439,15 +424,20 @@ class Engine:
         return [output for r in requests if (output := self._event(r).output)]
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> AsyncIterator[StepEvent]:
-        """The events of one request as they come, the last with its output.
+        """The events of one request as they come, the last with its output. `fields` are the
+        others of `add_request`.
 
         Any number of streams share the engine on one event loop: whoever waits runs the next step,
         which holds the loop while it lasts. A stream that is cancelled or closed aborts its
         request; `contextlib.aclosing` closes it at once where a loop over it may be left early.
         """
-        request = self._requests[self.add_request(prompt, params, request_id)]
+        request = self._requests[self.add_request(prompt, params, request_id, **fields)]
         self._streams.add(request)
         try:
             while request.output is None or request in self._news:
@@ -485,7 +475,8 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """What this engine is and has done so far, JSON-able."""
-        return {**self._parts.describe(), "counters": self.counters.as_dict()}
+        seen = {"counters": {**vars(self.counters)}, "kv_use": self.kv_use.as_dict()}
+        return self._parts.describe() | seen
 
     def close(self) -> None:
         """Give back the device memory. Unfinished requests are dropped."""

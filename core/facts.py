@@ -20,13 +20,12 @@ _YARN_OPTIONS = "attention_factor beta_fast beta_slow mscale mscale_all_dim trun
 class ModelFacts:
     """Shapes and constants of one dense decoder (Qwen2, Qwen2.5, Qwen3, Llama, Mistral).
 
-    `architecture` is the model_type of the config. `max_position` is the longest context in tokens,
-    YaRN's extension included. `rope_scaling` is empty for default RoPE, else the parameters of YaRN
-    under their names in transformers 5, `factor` and `original_max_position_embeddings` set.
-    RoPE's pairs are (i, i + head_dim/2). `softmax_scale` multiplies q·k.
+    `max_position` is the longest context in tokens, YaRN's extension included. `rope_scaling` is
+    empty for default RoPE, else the parameters of YaRN under their names in transformers 5,
+    `factor` and `original_max_position_embeddings` set. RoPE's pairs are (i, i + head_dim/2).
+    `softmax_scale` multiplies q·k.
     """
 
-    architecture: str
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -39,8 +38,6 @@ class ModelFacts:
     rope_theta: float
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
     dtype: torch.dtype = None  # type: ignore[assignment]  # set once the run's dtype is resolved
@@ -81,9 +78,7 @@ def facts_from_config(
     theta, rope_scaling, max_position = _rope(config)
     eos = (generation or {}).get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
-    bias = kind in ("qwen3", "llama") and bool(config.get("attention_bias", False))
     return ModelFacts(
-        architecture=kind,
         num_layers=_count(config, "num_hidden_layers"),
         hidden_size=hidden,
         intermediate_size=_count(config, "intermediate_size"),
@@ -95,9 +90,7 @@ def facts_from_config(
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=rope_scaling,
-        qkv_bias=kind == "qwen2" or bias,
-        output_bias=bias,
-        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+        qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=dtype,
@@ -121,6 +114,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         _refuse("quantization_config", quantization, "only unquantised weights are supported")
     if config.get("hidden_act", "silu") != "silu":
         _refuse("hidden_act", config["hidden_act"], "the decoder computes silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if kind != "qwen2" and config.get(name):
+            _refuse(name, config[name], "the decoder has no bias there")
     # Qwen's windows are mostly off; Mistral's is on unless it is null.
     window = config.get("sliding_window", 4096)
     used = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))

@@ -73,7 +73,7 @@ def outweigh_run_finished(report: dict[str, Any]) -> None:
 
 
 class Hooks:
-    """One typed method for each hook. An exception becomes a sentence that names the plugin."""
+    """How the core calls hooks. An exception becomes a sentence that names the plugin."""
 
     def __init__(self, manager: pluggy.PluginManager, owners: Mapping[str, Owner]) -> None:
         self._manager = manager
@@ -82,18 +82,12 @@ class Hooks:
     def check_combination(self, plan: Plan) -> list[str]:
         """The refusals of all plugins, those of third parties with their owner."""
         refusals = []
-        for owner, answer in self._call("outweigh_check_combination", plan):
+        for owner, answer in self.call("outweigh_check_combination", plan):
             said = [answer] if isinstance(answer, str) else answer or ()
             refusals += [s if owner.distribution == PROJECT else f"{s} ({owner})" for s in said]
         return refusals
 
-    def engine_built(self, engine: Engine) -> None:
-        self._call("outweigh_engine_built", engine)
-
-    def run_finished(self, report: dict[str, Any]) -> None:
-        self._call("outweigh_run_finished", report)
-
-    def _call(self, name: str, argument: object) -> list[tuple[Owner, Any]]:
+    def call(self, name: str, argument: object) -> list[tuple[Owner, Any]]:
         """Call each implementation of the one-argument hook `name`: owners and answers."""
         answers = []
         for impl in getattr(self._manager.hook, name).get_hookimpls():

@@ -19,10 +19,11 @@ def read_config(file: str) -> dict[str, Any]:
 
 
 class Request(NamedTuple):
-    """A prompt, as text or as token ids, and how it is sampled."""
+    """A prompt, as text or as token ids, how it is sampled, and how urgent it is."""
 
     prompt: str | list[int]
     params: SamplingParams
+    priority: int = 0
 
 
 def read_requests(
@@ -30,9 +31,9 @@ def read_requests(
 ) -> list[Request]:
     """Prompts as given, then those of the file, a line each; without either, stdin as one.
 
-    A line of a .jsonl file is an object with `prompt` or `prompt_token_ids`, and fields of
-    SamplingParams, which go before those in `sampling`. Raises UserError, for a line with its
-    number.
+    A line of a .jsonl file is an object with `prompt` or `prompt_token_ids`, perhaps `priority`,
+    and fields of SamplingParams, which go before those in `sampling`. Raises UserError, for a line
+    with its number.
     """
     texts = list(prompts)
     lines = [] if file is None else read_text(file).split("\n")
@@ -55,12 +56,14 @@ def _request(line: str, where: str, sampling: Mapping[str, Any]) -> Request:
     """The request of one line of a .jsonl file."""
     fields = {**sampling, **json_object(line, where, "mend or remove it")}
     text, ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
+    priority = fields.pop("priority", 0)
     is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not (isinstance(text, str) and ids is None or text is None and is_list):
-        wanted = "either prompt, a string, or prompt_token_ids, a list of ids"
+    is_one = isinstance(text, str) and ids is None or text is None and is_list
+    if not (is_one and type(priority) is int):
+        wanted = "either prompt, a string, or prompt_token_ids, and priority in whole numbers"
         raise UserError(f"{where} needs {wanted}")
     try:
-        return Request(ids if text is None else text, SamplingParams(**fields))
+        return Request(ids if text is None else text, SamplingParams(**fields), priority)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 

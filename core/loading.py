@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from core.config import did_you_mean, json_object
 from core.errors import UserError, explained
@@ -13,9 +15,6 @@ from core.facts import ModelFacts, facts_from_config
 from core.inputs import read_text
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from core.weights import ModelWeights, Progress, random_weights, read_weights
-
-if TYPE_CHECKING:
-    import torch
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -67,18 +66,30 @@ def load_model(
         weights = random_weights(facts, device, seed)
         return LoadedModel(facts, weights, ByteTokenizer(), model, [note])
     directory, name = _find(model)
-    config = _read_json(directory / "config.json")
-    if not config:
-        raise UserError(f"{directory} has no config.json; give a Hugging Face model's directory.")
-    facts = facts_from_config(config, dtype, _read_json(directory / "generation_config.json"))
+    config, facts = _read_facts(directory, dtype)
     notes = []
     if config.get("auto_map"):
         notes.append(f"{name} names code in auto_map; it is not run, the built-in decoder is.")
-    tokenizer = load_tokenizer(directory, facts.eos_token_ids)
+    tokenizer = load_tokenizer(directory)
     if not tokenizer.has_text:
         notes.append(f"{name} has no tokenizer files: it takes token ids only and gives no text.")
     weights = read_weights(directory, facts, device, progress)
     return LoadedModel(facts, weights, tokenizer, name, notes)
+
+
+def check_model(model: str) -> None:
+    """Refuse what is no model, as far as can be told without its weights and without a network."""
+    if model not in RANDOM_SHAPES and (Path(model).is_dir() or not _HUB_ID.fullmatch(model)):
+        _read_facts(_find(model)[0], torch.float32)
+
+
+def _read_facts(directory: Path, dtype: torch.dtype) -> tuple[dict[str, Any], ModelFacts]:
+    """The config of a Hugging Face directory, and what it says."""
+    config = _read_json(directory / "config.json")
+    if not config:
+        raise UserError(f"{directory} has no config.json; give a Hugging Face model's directory.")
+    generation = _read_json(directory / "generation_config.json")
+    return config, facts_from_config(config, dtype, generation)
 
 
 def _find(model: str) -> tuple[Path, str]:

@@ -1,5 +1,5 @@
-"""What is measured of a request. Times are seconds of one monotonic clock; figures for people are
-ms."""
+"""What is measured of requests, steps and the cache. Stamps are seconds of one monotonic clock;
+figures for people are ms."""
 
 from __future__ import annotations
 
@@ -11,63 +11,113 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from core.batch import Sequence
+    from core.seams import KVManager
+
+
+_MAX_LOOKS = 512
+
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """One finished request.
+    """One finished request: counts, stamps, and what follows from them.
 
-    `ttft_ms`: from arrival to the first token on the host; None where there was none. `itl_ms`: the
-    gaps between consecutive tokens, the first token's wait excluded. `tokens_per_s`: output tokens
-    over the whole time.
+    It was due at `arrival_s`, reached the engine at `enqueued_s`, got a slot and room first at
+    `admitted_s`, was in a step first at `first_scheduled_s`, and ended at `ended_s`; each output
+    token was known on the host at its `token_times_s`. What never happened is None.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    queue_ms: float | None
-    ttft_ms: float | None
-    e2e_ms: float
-    itl_ms: tuple[float, ...]
+    arrival_s: float
+    enqueued_s: float
+    admitted_s: float | None
+    first_scheduled_s: float | None
+    ended_s: float
+    token_times_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seq: Sequence, ended_s: float) -> RequestMetrics:
+        """What `seq`, which has no slot any more, went through."""
+        times = seq.token_times[seq.num_prompt : seq.num_known].tolist()
+        counts = seq.num_prompt, seq.num_cached, len(times), seq.num_preemptions
+        began = seq.arrival, seq.enqueued, seq.admitted, seq.first_scheduled
+        return cls(*counts, *began, ended_s, tuple(times))
 
     @property
-    def mean_itl_ms(self) -> float | None:
+    def queue_ms(self) -> float | None:
+        """From when it was due to its first step."""
+        return _ms(self.arrival_s, self.first_scheduled_s)
+
+    @property
+    def prefill_ms(self) -> float | None:
+        """The rest of the TTFT."""
+        return _ms(self.first_scheduled_s, next(iter(self.token_times_s), None))
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From when it was due to its first token."""
+        return _ms(self.arrival_s, next(iter(self.token_times_s), None))
+
+    @property
+    def itl_ms(self) -> tuple[float, ...]:
+        """The gaps between its tokens: one fewer than tokens."""
+        return tuple((np.diff(self.token_times_s) * 1e3).tolist())
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """The mean gap between its tokens."""
         return float(np.mean(self.itl_ms)) if self.itl_ms else None
 
     @property
+    def e2e_ms(self) -> float:
+        """From when it was due to its end."""
+        return (self.ended_s - self.arrival_s) * 1e3
+
+    @property
     def tokens_per_s(self) -> float:
+        """Output tokens over all of its time."""
         return self.num_output_tokens / self.e2e_ms * 1e3 if self.e2e_ms > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, derived figures included."""
+        derived = {k: getattr(self, k) for k, v in vars(type(self)).items() if type(v) is property}
+        return asdict(self) | derived
+
+
+def _ms(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else (end_s - begin_s) * 1e3
+
+
+class KVUse:
+    """The cache over time: a look at each step until there are `_MAX_LOOKS`, then at every second
+    one, and so on, the earlier ones thinned out alike: evenly spaced however long the run."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, int, int, int]] = []
+        self._num_steps, self._stride = 0, 1
+
+    def look(self, kv: KVManager, num_computed: NDArray[np.int32], now_s: float) -> None:
+        """Once a step. `num_computed` is by slot, like the rows of the kv offer."""
+        self._num_steps += 1
+        if self._num_steps % self._stride == 0:
+            usage, num_live = kv.usage(), int(num_computed[kv.reserved > 0].sum())
+            self._looks.append((now_s, usage.num_held, usage.num_cached, num_live))
+        if len(self._looks) == _MAX_LOOKS:
+            self._looks, self._stride = self._looks[1::2], self._stride * 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able. `fragmentation` is the mean share of the room held that no token lies in,
+        below 0 where shared blocks hold tokens of several sequences."""
+        names = "at_s", "num_held_tokens", "num_cached_tokens", "num_live_tokens"
+        empty = [1 - live / held for _, held, _, live in self._looks if held]
         return {
-            **asdict(self),
-            "mean_itl_ms": self.mean_itl_ms,
-            "tokens_per_s": self.tokens_per_s,
+            "peak_held_tokens": max((look[1] for look in self._looks), default=0),
+            "fragmentation": float(np.mean(empty)) if empty else None,
+            "over_time": [dict(zip(names, look, strict=True)) for look in self._looks],
         }
-
-
-def request_metrics(
-    *,
-    arrival: float,
-    first_scheduled: float | None,
-    ended: float,
-    token_times: NDArray[np.float64],
-    num_prompt: int,
-    num_cached: int,
-    num_preemptions: int,
-) -> RequestMetrics:
-    """Metrics from the raw stamps; `token_times` holds one stamp for every output token."""
-    return RequestMetrics(
-        num_prompt_tokens=num_prompt,
-        num_cached_tokens=num_cached,
-        num_output_tokens=len(token_times),
-        num_preemptions=num_preemptions,
-        queue_ms=None if first_scheduled is None else (first_scheduled - arrival) * 1e3,
-        ttft_ms=float(token_times[0] - arrival) * 1e3 if len(token_times) else None,
-        e2e_ms=(ended - arrival) * 1e3,
-        itl_ms=tuple(float(gap) * 1e3 for gap in np.diff(token_times)),
-    )
 
 
 @dataclass
@@ -85,6 +135,3 @@ class StepCounters:
     num_swapped_bytes: int = 0
     num_extra_plans: int = 0
     num_failed_steps: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)

@@ -126,8 +126,7 @@ def _attention(site: Site, batch: Batch, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _o_proj(site: Site, batch: Batch, ctx: Tensor) -> tuple[Tensor, ...]:
-    w = _block(site)
-    return (F.linear(ctx, w.o, w.o_bias),)
+    return (F.linear(ctx, _block(site).o),)
 
 
 def _add(site: Site, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -139,8 +138,7 @@ def _mlp_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gate_up(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    w = _block(site)
-    return (F.linear(hidden, w.gate_up, w.gate_up_bias),)
+    return (F.linear(hidden, _block(site).gate_up),)
 
 
 def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
@@ -149,8 +147,7 @@ def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
 
 
 def _down(site: Site, batch: Batch, act: Tensor) -> tuple[Tensor, ...]:
-    w = _block(site)
-    return (F.linear(act, w.down, w.down_bias),)
+    return (F.linear(act, _block(site).down),)
 
 
 def _final_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:

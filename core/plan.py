@@ -21,7 +21,7 @@ from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler, of
 
 # On a CPU, on CUDA.
 DEFAULTS: Mapping[str, tuple[Any, Any]] = {
-    "fusion": ("none", "triton"),
+    "fusion": ("onednn", "triton"),
     "graphs": ("none", "full"),  # none too where the kv offer is not graph_safe
     "dtype": ("float32", "bfloat16"),
     "max_num_seqs": (32, 256),

@@ -180,7 +180,9 @@ def inspected(args: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, 
     if args.env:
         return show.environment(registry, check)
     if args.dry_run:
-        return resolve(RunConfig.of(**config), registry).dump()
+        plan = resolve(RunConfig.of(**config), registry)
+        importlib.import_module("core.loading").check_model(plan.config.model)
+        return plan.dump()
     return show.describe(registry.find(*args.show))
 
 
@@ -196,17 +198,19 @@ def generate(
         with engine:
             asked = [_in_template(engine, r) for r in requests] if args.chat else requests
             notes = list(engine.notes)
+            ignored = sorted({name for r in requests for name in r.params.ignored})
+            notes += [f"{name} has no effect at temperature 0: raise that" for name in ignored]
             if asked != requests:
                 notes.append("prompts stand in the model's chat template: --no-chat-template")
             for note in notes:
                 print(f"outweigh: note: {note}")
             outputs = answer(engine, asked, out)
             report = engine.report()
-            engine.plan.registry.hooks.run_finished(report)
+            engine.plan.registry.hooks.call("outweigh_run_finished", report)
             show.print_rows(show.metrics_rows(outputs), told)
             print(engine.plan.names())
     results = [
-        {**vars(output), "prompt": request.prompt, "metrics": output.metrics.as_dict()}
+        {**vars(output), **request._asdict(), "metrics": output.metrics.as_dict()}
         for request, output in zip(requests, outputs, strict=True)
     ]
     return {**report, "notes": notes, "results": results}
@@ -221,7 +225,7 @@ def _in_template(engine: Engine, request: Request) -> Request:
 
 def answer(engine: Engine, requests: Sequence[Request], out: TextIO) -> list[RequestOutput]:
     """Run requests to their end. The text of one is printed as it comes, several in order."""
-    ids = [engine.add_request(*request) for request in requests]
+    ids = [engine.add_request(r.prompt, r.params, priority=r.priority) for r in requests]
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         for event in engine.step():

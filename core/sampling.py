@@ -111,6 +111,13 @@ class SamplingParams:
         return sum(bit << i for i, bit in enumerate(wanted))
 
     @property
+    def ignored(self) -> list[str]:
+        """What was set and has no effect, because greedy tokens are not drawn."""
+        drawn = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (None,)}
+        cold = self.temperature < _COLDEST
+        return [name for name, off in drawn.items() if cold and getattr(self, name) not in off]
+
+    @property
     def keeps_history(self) -> bool:
         """Whether the sampler must know the request's tokens, or those that may not come yet."""
         return bool(self.needs & (Needs.PENALISED | Needs.MIN_TOKENS))

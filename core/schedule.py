@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from core.batch import Limits, Sequence
+    from core.config import RunConfig
     from core.metrics import StepCounters
     from core.seams import KVManager, Scheduler
     from core.slots import Slots
@@ -51,21 +52,18 @@ class Schedule:
         sched: Scheduler,
         slots: Slots,
         counters: StepCounters,
+        config: RunConfig,
         *,
-        chunk_size: int | None,
-        chunked: bool,
-        max_bypass: int,
-        swap: bool,
         clock: Callable[[], float],
         drain: Callable[[], bool],
         admit: Callable[[Sequence], int],
     ) -> None:
         self._limits, self._kv, self._sched, self._slots = limits, kv, sched, slots
         self._counters, self._clock, self._drain, self._take_slot = counters, clock, drain, admit
-        self._chunk_size = chunk_size or limits.max_num_batched_tokens
-        self._chunked, self._max_bypass = chunked, max_bypass
+        self._chunk_size = config.chunk_size or limits.max_num_batched_tokens
+        self._chunked, self._max_bypass = config.enable_chunked_prefill, config.max_bypass
         self._may_start = offered(sched, "may_start")
-        self._save = offered(kv, "save") if swap else None
+        self._save = offered(kv, "save") if config.preemption == "swap" else None
         self._restore = offered(kv, "restore")
         self._heap: list[tuple[Any, int, Sequence]] = []
         self._waiting: dict[Sequence, Any] = {}  # to its entry; all others in the heap are stale
@@ -74,10 +72,6 @@ class Schedule:
         self._decoding_slots: NDArray[np.int32] | None = None
 
     # -------- the queue
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -210,6 +204,7 @@ class Schedule:
             length = self._chunk(seq, budget)
             if length > 0:
                 assert seq.slot is not None
+                seq.first_scheduled = seq.first_scheduled or clock
                 rows.append(seq.slot)
                 lens.append(length)
                 budget -= length
@@ -246,8 +241,8 @@ class Schedule:
         cached = self._kv.acquire(seq, seq.num_tokens)
         if cached is None:
             return False
-        if seq.first_scheduled is None:
-            seq.first_scheduled, seq.num_cached = self._clock(), cached
+        if seq.admitted is None:
+            seq.admitted, seq.num_cached = self._clock(), cached
         saved, seq.saved = seq.saved, None
         seq.num_computed = cached if saved is None else max(cached, saved.num_tokens)
         del self._waiting[seq]

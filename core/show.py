@@ -95,7 +95,7 @@ def metrics_rows(outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
             "cached": output.metrics.num_cached_tokens,
             "output": output.metrics.num_output_tokens,
             "TTFT ms": output.metrics.ttft_ms,
-            "ITL ms": output.metrics.mean_itl_ms,
+            "TPOT ms": output.metrics.tpot_ms,
             "tok/s": output.metrics.tokens_per_s,
             "finish": output.finish_reason,
         }

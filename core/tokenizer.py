@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from core.errors import UserError, explained
 
@@ -34,9 +34,6 @@ class Tokenizer:
     """
 
     has_text = True
-
-    def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens (such as a leading BOS) that the model expects."""
@@ -85,8 +82,7 @@ class NoTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
     """A tokenizer of transformers, without `clean_up_tokenization_spaces`, which is not local."""
 
-    def __init__(self, backend: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
-        super().__init__(eos_token_ids)
+    def __init__(self, backend: Any) -> None:
         self.backend = backend
         self._skipped = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self._alphabet = _byte_alphabet()
@@ -104,10 +100,8 @@ class HFTokenizer(Tokenizer):
             return list(template([message], add_generation_prompt=True, return_dict=False))
 
     def decode(self, ids: Seq[int]) -> str:
-        text: str = self.backend.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        as_written = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.backend.decode(list(ids), **as_written))
 
     def incremental(self) -> Decoder:
         from tokenizers.decoders import ByteLevel
@@ -119,10 +113,8 @@ class HFTokenizer(Tokenizer):
 
     def token(self, token_id: int) -> str | None:
         """The token's string, or None where `decode` leaves it out: special or unknown."""
-        if token_id in self._skipped:
-            return None
-        token: str | None = self.backend.convert_ids_to_tokens(token_id)
-        return token
+        token = None if token_id in self._skipped else self.backend.convert_ids_to_tokens(token_id)
+        return cast("str | None", token)
 
     def _piece(self, token_id: int) -> bytes:
         """The bytes of a byte-level token. Added tokens stand for their own text."""
@@ -133,13 +125,13 @@ class HFTokenizer(Tokenizer):
             return token.encode("utf-8")
 
 
-def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
+def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a model directory, or `NoTokenizer` where it holds no tokenizer files.
 
     Local files only, and no code from them. Raises UserError if transformers cannot read them.
     """
     if not any((directory / name).is_file() for name in _FILES):
-        return NoTokenizer(eos_token_ids)
+        return NoTokenizer()
     from transformers import AutoTokenizer
 
     what = f"The tokenizer files of {directory} cannot be read"
@@ -147,7 +139,7 @@ def load_tokenizer(directory: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
         backend = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    return HFTokenizer(backend, eos_token_ids)
+    return HFTokenizer(backend)
 
 
 def _byte_decoder(piece: Callable[[int], bytes]) -> Decoder:

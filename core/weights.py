@@ -50,9 +50,6 @@ class LayerWeights:
     gate_up: Tensor
     down: Tensor
     qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
@@ -85,9 +82,6 @@ def allocate(facts: ModelFacts, device: torch.device | str) -> ModelWeights:
             gate_up=new(2 * inner, hidden),
             down=new(hidden, inner),
             qkv_bias=new(qkv_size) if facts.qkv_bias else None,
-            o_bias=new(hidden) if facts.output_bias else None,
-            gate_up_bias=new(2 * inner) if facts.mlp_bias else None,
-            down_bias=new(hidden) if facts.mlp_bias else None,
             q_norm=new(facts.head_dim) if facts.qk_norm else None,
             k_norm=new(facts.head_dim) if facts.qk_norm else None,
         )

@@ -30,7 +30,7 @@ class Metrics:
     num_cached_tokens: int = 1
     num_output_tokens: int = 2
     ttft_ms: float | None = 12.34
-    mean_itl_ms: float | None = None
+    tpot_ms: float | None = None
     tokens_per_s: float = math.nan
 
     def as_dict(self):
@@ -75,12 +75,13 @@ class FakeEngine:
         self.notes = ["nothing here is real"]
         self.progress = progress
         self.requests = []
-        self.params = []
+        self.params, self.priorities = [], []
         self.closed = False
         FakeEngine.built = self
 
-    def add_request(self, prompt, params=None, request_id=None):
+    def add_request(self, prompt, params, *, priority):
         self.params.append(params)
+        self.priorities.append(priority)
         self.requests.append((f"r{len(self.requests)}", prompt))
         return self.requests[-1][0]
 
@@ -143,8 +144,8 @@ def test_one_prompt_streams_to_stdout_and_the_rest_to_stderr(fake, outweigh):
     code, out, err = outweigh("run", "hello", "--device", "cpu")
     assert (code, out) == (0, "HELLO\n")
     assert err.startswith("outweigh: note: nothing here is real\na library that prints\n")
-    assert err.endswith("kv=paged fusion=none graphs=none sched=fifo device=cpu dtype=float32\n")
-    assert all(heading in err for heading in ("TTFT ms", "ITL ms", "tok/s"))
+    assert err.endswith("kv=paged fusion=onednn graphs=none sched=fifo device=cpu dtype=float32\n")
+    assert all(heading in err for heading in ("TTFT ms", "TPOT ms", "tok/s"))
     row = next(line for line in err.splitlines() if "r0" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == (
         ["r0", "3", "1", "2", "12.34", "-", "nan", "length"]
@@ -171,13 +172,16 @@ def test_a_jsonl_file_has_requests_of_their_own(fake, outweigh, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "two\u2028", "max_tokens": 9, "stop": ["a", "b"]},
-        {"prompt_token_ids": [104, 105], "seed": 5},
+        {"prompt_token_ids": [104, 105], "seed": 5, "priority": -2},
     ]
     file.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     argv = ["one", "--prompt-file", str(file), "--device=cpu", "--max-tokens=3", "--top-k=4"]
     code, out, _ = outweigh("run", *argv, "-o", "json")
     assert code == 0
-    assert [r["prompt"] for r in json.loads(out)["results"]] == ["one", "two\u2028", [104, 105]]
+    results = json.loads(out)["results"]
+    assert [r["prompt"] for r in results] == ["one", "two\u2028", [104, 105]]
+    assert [r["priority"] for r in results] == FakeEngine.built.priorities == [0, 0, -2]
+    assert [r["params"]["max_tokens"] for r in results] == [3, 9, 3]
     assert FakeEngine.built.params == [
         core.SamplingParams(max_tokens=3, top_k=4),
         core.SamplingParams(max_tokens=9, top_k=4, stop=("a", "b")),
@@ -190,9 +194,10 @@ def test_a_jsonl_file_has_requests_of_their_own(fake, outweigh, tmp_path):
     [
         ("{", "is no JSON object: JSONDecodeError: Expecting property name"),
         ("[1]", "is no JSON object"),
-        ("{}", "needs either prompt, a string, or prompt_token_ids, a list of ids"),
+        ("{}", "needs either prompt, a string, or prompt_token_ids, and priority"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "needs either prompt"),
         ('{"prompt": 3}', "needs either prompt"),
+        ('{"prompt": "a", "priority": "high"}', "and priority in whole numbers"),
         ('{"prompt_token_ids": [1, "2"]}', "needs either prompt"),
         ('{"prompt": "a", "temperatur": 1}', ": there is no sampling parameter 'temperatur'; did"),
         ('{"prompt": "a", "top_p": 2}', ": top_p is 2: give a number"),
@@ -407,12 +412,29 @@ def test_a_dry_run_shows_the_plan_and_builds_nothing(outweigh, monkeypatch):
     assert ["max_num_seqs", "3"] in rows
     assert ["settings", "{'kv.block_size': 64}"] in rows
     assert ["max_model_len", "-"] in rows
-    assert ["fusion", "none", f"outweigh {core.__version__}"] in [row[:3] for row in rows]
+    assert ["fusion", "onednn", f"outweigh {core.__version__}"] in [row[:3] for row in rows]
     plan = json.loads(outweigh("run", *argv, "-o", "json")[1])
     assert plan["offers"]["kv"]["settings"]["block_size"] == 64
     assert plan["config"]["max_num_batched_tokens"] == 2048
     assert "Engine" not in vars(core)
     assert "did you mean paged" in refused(outweigh("run", "--dry-run", "--kv", "pagd"))
+
+
+def test_a_dry_run_looks_at_the_model(outweigh, tmp_path):
+    """Nothing but a hub id is taken on trust: that would need the network."""
+    argv = ["run", "--dry-run", "--device=cpu", "--model"]
+    assert "no directory, no hub id" in refused(outweigh(*argv, "nonsense"))
+    assert "has no config.json" in refused(outweigh(*argv, str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    assert "model_type is 'gemma2'" in refused(outweigh(*argv, str(tmp_path)))
+    assert outweigh(*argv, "random:tiny")[0] == 0
+
+
+def test_a_note_names_what_has_no_effect_without_temperature(fake, outweigh):
+    note = "top_p has no effect at temperature 0"
+    assert note in outweigh("run", "x", "--device=cpu", "--top-p=0.9")[2]
+    assert note not in outweigh("run", "x", "--device=cpu", "--top-p=0.9", "--temperature=1")[2]
+    assert note not in outweigh("run", "x", "--device=cpu", "--top-p=1")[2]
 
 
 def test_help_and_version(capsys):

@@ -219,7 +219,7 @@ def test_versions_name_what_decides_the_numbers():
 
 def test_auto_on_a_cpu(no_gpu):
     made = plan()
-    assert made.names() == "kv=paged fusion=none graphs=none sched=fifo device=cpu dtype=float32"
+    assert made.names() == "kv=paged fusion=onednn graphs=none sched=fifo device=cpu dtype=float32"
     config = made.config
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (32, 2048)
     assert (config.overlap, config.enable_prefix_caching) == (False, True)

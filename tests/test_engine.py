@@ -10,6 +10,8 @@ import torch
 
 from core import Engine, SamplingParams
 from core.errors import UserError
+from core.metrics import KVUse
+from core.seams import Usage
 from core.testing.tiny import reference_generate, reference_logits, save_tiny
 
 KINDS = ("qwen2", "qwen2.5-yarn", "qwen3", "llama")
@@ -484,3 +486,48 @@ def test_stubs_inherited_from_a_protocol_count_as_nothing(checkpoints):
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     with tiny_engine(path, sched=Inherits(), max_num_seqs=2) as engine:
         assert [o.token_ids for o in engine.generate(prompts(), params)] == expected
+
+
+def test_the_report_tells_the_use_of_the_cache_over_time(checkpoints):
+    """By hand: one prompt of 8 tokens in blocks of 16, then the 5 steps of its output."""
+    path, _ = checkpoints["qwen3"]
+    settings = {"kv.block_size": 16}
+    with tiny_engine(path, settings=settings, enable_prefix_caching=False) as engine:
+        assert engine.report()["kv_use"]["over_time"] == []
+        engine.generate([5] * 14, SamplingParams(max_tokens=6, ignore_eos=True))
+        use = engine.report()["kv_use"]
+    looks = use["over_time"]
+    assert [look["num_live_tokens"] for look in looks] == [14, 15, 16, 17, 18, 19]
+    assert [look["num_held_tokens"] for look in looks] == [16, 16, 16, 32, 32, 32]
+    assert all(a["at_s"] < b["at_s"] for a, b in itertools.pairwise(looks))
+    assert use["peak_held_tokens"] == 32
+    waste = [2 / 16, 1 / 16, 0, 15 / 32, 14 / 32, 13 / 32]
+    assert use["fragmentation"] == pytest.approx(sum(waste) / 6)
+
+
+def test_the_cache_is_looked_at_evenly_however_long_the_run():
+    class Cache:
+        reserved = np.array([1, 0], np.int32)
+
+        def usage(self):
+            return Usage(64, 16, 0)
+
+    use, num_steps = KVUse(), 5000
+    for step in range(num_steps):
+        use.look(Cache(), np.array([step, 9], np.int32), float(step))
+    steps = [look["at_s"] for look in use.as_dict()["over_time"]]
+    gaps = set(np.diff(steps).tolist())
+    assert 256 <= len(steps) <= 512 and len(gaps) == 1
+    assert steps[0] <= gaps.pop() and steps[-1] >= num_steps * 0.99
+
+
+def test_a_pool_that_shortens_sequences_is_a_note(checkpoints):
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path) as engine:
+        longest = engine.limits.max_model_len
+        assert not any("KV cache hold" in note for note in engine.notes)
+    with tiny_engine(path, settings={"kv.num_blocks": 4}, max_model_len=None) as engine:
+        assert engine.limits.max_model_len == 64 < longest
+        (note,) = [note for note in engine.notes if "KV cache hold" in note]
+        assert f"sequences of {engine.limits.max_model_len} tokens" in note
+        assert "--kv-cache-bytes" in note

@@ -40,7 +40,6 @@ def test_facts_of_a_saved_checkpoint_are_those_of_transformers(kind: str, tmp_pa
     theirs = AutoConfig.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(theirs)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    assert ours.architecture == theirs.model_type
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.hidden_size == theirs.hidden_size
     assert ours.intermediate_size == theirs.intermediate_size
@@ -54,8 +53,7 @@ def test_facts_of_a_saved_checkpoint_are_those_of_transformers(kind: str, tmp_pa
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.rope_scaling.get("rope_type", "default") == theirs.rope_parameters["rope_type"]
     assert ours.qkv_bias == (attention.q_proj.bias is not None)
-    assert ours.output_bias == (attention.o_proj.bias is not None)
-    assert ours.mlp_bias == (mlp.down_proj.bias is not None)
+    assert attention.o_proj.bias is mlp.down_proj.bias is None
     assert ours.qk_norm == hasattr(attention, "q_norm")
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.dtype == torch.bfloat16
@@ -155,6 +153,9 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
             "partial_rotary_factor",
             "0.25",
         ),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias", "True"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias", "True"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias", "True"),
         ({"num_key_value_heads": 4}, "num_key_value_heads", "4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads", "0"),
         ({"head_dim": "16"}, "head_dim", "'16'"),
@@ -184,6 +185,8 @@ def test_refusals_name_the_field_and_its_value(
         {"partial_rotary_factor": 1.0},
         {"rope_scaling": {"rope_type": "default"}},
         {"quantization_config": None},
+        {"model_type": "qwen2", "attention_bias": True},
+        {"model_type": "llama", "mlp_bias": False},
         {"hidden_act": "silu"},
     ],
 )

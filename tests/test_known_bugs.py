@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from core import Engine, SamplingParams
+from core.batch import Sequence
 from core.errors import UserError
-from core.metrics import request_metrics
+from core.metrics import RequestMetrics
 from core.testing.tiny import reference_generate, save_tiny
 
 BLOCK = 4
@@ -50,7 +51,7 @@ def run(e, limit=2000):
             if event.output:
                 order.append(event.request_id)
                 outputs[event.request_id] = event.output
-    raise AssertionError(f"{limit} steps and {e._schedule.num_waiting} requests still wait")
+    raise AssertionError(f"{limit} steps and {len(e._schedule._waiting)} requests still wait")
 
 
 def test_a_request_that_would_outgrow_the_pool_is_refused_at_once(model):
@@ -211,15 +212,18 @@ def test_blocks_with_equal_tokens_behind_different_prefixes_are_not_shared(model
 
 def test_ttft_is_no_inter_token_latency():
     """vLLM #7242: by hand, with a gap of 5 s that a preemption left, and with an empty response."""
-    times = np.array([12.0, 13.0, 18.0])
-    shared = {"arrival": 10.0, "num_prompt": 4, "num_cached": 0, "num_preemptions": 1}
-    metrics = request_metrics(first_scheduled=11.0, ended=18.0, token_times=times, **shared)
-    assert (metrics.queue_ms, metrics.ttft_ms, metrics.e2e_ms) == (1000, 2000, 8000)
-    assert metrics.itl_ms == (1000, 5000)
-    empty = request_metrics(first_scheduled=None, ended=11.0, token_times=times[:0], **shared)
-    assert (empty.queue_ms, empty.ttft_ms, empty.itl_ms, empty.mean_itl_ms) == (
-        None,
-        None,
-        (),
-        None,
-    )
+
+    def metrics(*token_times, ended, **moments):
+        seq = Sequence("a", np.zeros(8, np.int32), 4, greedy(4), 10.0, 0, 8, **moments)
+        seq.num_known = 4 + len(token_times)
+        seq.token_times = np.array([0, 0, 0, 0, *token_times], float)
+        return RequestMetrics.of(seq, ended)
+
+    seen = metrics(12, 13, 18, ended=18.5, admitted=10.5, first_scheduled=11.0)
+    assert (seen.queue_ms, seen.prefill_ms, seen.ttft_ms, seen.e2e_ms) == (1000, 1000, 2000, 8500)
+    assert (seen.itl_ms, seen.tpot_ms) == ((1000, 5000), 3000)
+    assert seen.as_dict()["tpot_ms"] == 3000 and seen.as_dict()["admitted_s"] == 10.5
+    empty = metrics(ended=11.0)
+    assert empty.e2e_ms == 1000 and empty.itl_ms == ()
+    waits = empty.queue_ms, empty.prefill_ms, empty.ttft_ms, empty.tpot_ms
+    assert waits == (None, None, None, None)

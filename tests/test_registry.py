@@ -472,7 +472,7 @@ def test_a_hook_that_raises_is_named(hooks_of):
         RunError,
         match="plugin outweigh-one 0.1 failed in outweigh_run_finished: KeyError: 'missing'",
     ):
-        hooks.run_finished({})
+        hooks.call("outweigh_run_finished", {})
 
 
 def test_one_string_is_one_refusal(hooks_of):
@@ -488,6 +488,6 @@ def test_observers_are_called(hooks_of):
         """
     )
     engine, report = [], {}
-    hooks.engine_built(engine)
-    hooks.run_finished(report)
+    hooks.call("outweigh_engine_built", engine)
+    hooks.call("outweigh_run_finished", report)
     assert (engine, report) == (["built"], {"seen": True})

@@ -104,7 +104,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     save_added_tokens(root / "byte-level")
     save_sentencepiece_like(root / "sentencepiece")
     save_wordpiece(root / "wordpiece")
-    named: dict[str, Tokenizer] = {p.name: load_tokenizer(p, (2,)) for p in root.iterdir()}
+    named: dict[str, Tokenizer] = {p.name: load_tokenizer(p) for p in root.iterdir()}
     return named | {"bytes": ByteTokenizer()}
 
 
@@ -188,8 +188,8 @@ def test_what_is_undecided_is_held_back(tokenizers: dict[str, Tokenizer]) -> Non
 
 
 def test_byte_ids_beyond_a_byte_show_as_replacement_characters() -> None:
-    tokenizer = ByteTokenizer((5,))
-    assert tokenizer.eos_token_ids == (5,) and tokenizer.has_text
+    tokenizer = ByteTokenizer()
+    assert tokenizer.has_text
     assert tokenizer.decode([104, 105, 256, 150000, 33]) == "hi��!"
     assert tokenizer.encode("hé") == [104, 195, 169]
 
@@ -200,8 +200,8 @@ def test_hugging_face_ids_are_those_of_transformers(tmp_path: Path) -> None:
     for save in (save_tokenizer, save_sentencepiece_like):
         path = tmp_path / save.__name__
         save(path)
-        ours, theirs = load_tokenizer(path, (0, 2)), AutoTokenizer.from_pretrained(path)
-        assert ours.eos_token_ids == (0, 2) and ours.has_text
+        ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+        assert ours.has_text
         for text in TEXTS:
             ids = theirs(text).input_ids
             assert ours.encode(text) == ids
@@ -229,9 +229,9 @@ def test_streaming_costs_the_same_at_any_length(
 
 
 def test_a_directory_without_tokenizer_files_still_takes_ids(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tmp_path, (4,))
+    tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, NoTokenizer)
-    assert not tokenizer.has_text and tokenizer.eos_token_ids == (4,)
+    assert not tokenizer.has_text
     assert tokenizer.decode([1, 2]) == "" == streamed(tokenizer, [1, 2, 3], random.Random(0))
     with pytest.raises(UserError, match="no tokenizer files.*pass token ids"):
         tokenizer.encode("text")
@@ -241,7 +241,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="tokenizer files of .* cannot be read") as caught:
-        load_tokenizer(tmp_path, ())
+        load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
@@ -254,9 +254,9 @@ TEMPLATE = (
 @pytest.mark.parametrize("save", [save_tokenizer, save_sentencepiece_like])
 def test_a_chat_is_one_message_of_the_user(save: Callable[[Path], None], tmp_path: Path) -> None:
     save(tmp_path)
-    assert load_tokenizer(tmp_path, ()).chat("the fox") is None
+    assert load_tokenizer(tmp_path).chat("the fox") is None
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    tokenizer = load_tokenizer(tmp_path, ())
+    tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, HFTokenizer)
     bos = tokenizer.backend.bos_token or ""
     expected = tokenizer.backend(
@@ -268,11 +268,11 @@ def test_a_chat_is_one_message_of_the_user(save: Callable[[Path], None], tmp_pat
 
 def test_what_has_no_template_has_no_chat(tmp_path: Path) -> None:
     assert ByteTokenizer().chat("text") is None
-    assert load_tokenizer(tmp_path, ()).chat("text") is None
+    assert load_tokenizer(tmp_path).chat("text") is None
 
 
 def test_a_broken_chat_template_is_named(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only in pairs') }}")
     with pytest.raises(UserError, match="only in pairs.*--no-chat-template"):
-        load_tokenizer(tmp_path, ()).chat("text")
+        load_tokenizer(tmp_path).chat("text")

@@ -140,7 +140,7 @@ def test_name_notes_and_eos(qwen2: Path) -> None:
     edit_json(qwen2 / "config.json", auto_map={"AutoModel": "modeling.Evil"}, eos_token_id=3)
     (qwen2 / "modeling.py").write_text("raise SystemExit('remote code was run')")
     loaded = load(qwen2)
-    assert loaded.facts.eos_token_ids == loaded.tokenizer.eos_token_ids == (0, 9)
+    assert loaded.facts.eos_token_ids == (0, 9)
     assert len(loaded.notes) == 1 and "auto_map" in loaded.notes[0]
 
 
@@ -392,7 +392,7 @@ def test_tiny_is_as_promised() -> None:
     facts = load("random:tiny").facts
     assert (facts.num_layers, facts.hidden_size, facts.head_dim) == (2, 64, 32)
     assert (facts.num_heads, facts.num_kv_heads, facts.max_position) == (4, 2, 4096)
-    assert facts.vocab_size >= 260 and facts.qk_norm and facts.architecture == "qwen3"
+    assert facts.vocab_size >= 260 and facts.qk_norm
 
 
 @pytest.mark.parametrize(

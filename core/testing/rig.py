@@ -36,7 +36,6 @@ Content = Callable[[Seq[int], int, int, ModelFacts], "NDArray[np.float32]"]
 def tiny_facts(dtype: torch.dtype = torch.float32) -> ModelFacts:
     """Two layers, four query heads on two key/value heads of 32: small, and grouped."""
     return ModelFacts(
-        architecture="oracle",
         num_layers=2,
         hidden_size=128,
         intermediate_size=128,

@@ -39,8 +39,8 @@ def _config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> 
     }
 
 
-# QKV bias, YaRN, QK-norm with heads wider than the hidden size, none of these, biases everywhere;
-# odd and even numbers of query heads a key head; tied embeddings and not.
+# QKV bias, YaRN, QK-norm with heads wider than the hidden size, none of these; odd and even numbers
+# of query heads a key head; tied embeddings and not.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _config(96, 160, 3, 6, 2) | {"tie_word_embeddings": True}),
     "qwen2.5-yarn": (
@@ -49,11 +49,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", _config(64, 128, 2, 6, 2) | {"head_dim": 32, "tie_word_embeddings": True}),
     "llama": ("llama", _config(96, 128, 2, 6, 2)),
-    "llama-bias": (
-        "llama",
-        _config(64, 96, 2, 4, 2)
-        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
     "mistral": ("mistral", _config(64, 96, 2, 4, 1) | {"head_dim": 32, "sliding_window": None}),
 }
 

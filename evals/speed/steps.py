@@ -81,8 +81,9 @@ def decode_ms(
         engine.add_request(
             rng.integers(0, engine.facts.vocab_size, prompt_len - warm_up).tolist(), params
         )
-    while engine.num_decoding < batch:
-        engine.step()
+    decoding: set[str] = set()
+    while len(decoding) < batch:
+        decoding.update(event.request_id for event in engine.step())
     for _ in range(warm_up):
         engine.step()
     stamps = [time.perf_counter()]
