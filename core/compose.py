@@ -93,12 +93,11 @@ def _assemble(
     rope = rope_tables(facts, limits.max_model_len, device)
     decoder = Decoder(facts, model.weights, rope, device)
     spans = offers.fusion.spans(facts, device)
+    share = config.gpu_memory_utilization  # None on a CPU
     budget = config.kv_cache_bytes or (
         host_budget(facts, limits)
-        if device.type == "cpu"
-        else device_budget(
-            decoder, spans, limits, config.gpu_memory_utilization, offers.graphs.captures
-        )
+        if share is None
+        else device_budget(decoder, spans, limits, share, offers.graphs.captures)
     )
     limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
     if limits.max_model_len < (config.max_model_len or facts.max_position):

@@ -48,7 +48,7 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field("random:tiny", description="folder, hub id, or random:SHAPE")
+    model: str = Field("tiny", description="folder, hub id, tiny (embedded), or random:SHAPE")
     kv: Any = Field("paged", description="key/value manager")
     fusion: Any = Field("auto", description="fusion set")
     graphs: Any = Field("auto", description="graph strategy")
@@ -65,7 +65,7 @@ class RunConfig(BaseModel):
     max_bypass: int = Field(0, ge=0, description="sequences that may start before one without room")
     preemption: Preemption = Field("recompute", description="drop a victim's keys, or save them")
     kv_cache_bytes: ByteSize | None = Field(None, gt=0, description="of the KV cache, as 2GiB")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU to fill")
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="share of the GPU")
     enable_prefix_caching: bool | None = Field(None, description="share blocks of equal prefixes")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of random weights and of sampling")
     overlap: bool | None = Field(None, description="plan a step while the device runs another")

@@ -262,8 +262,8 @@ class Engine:
             self._in_flight.append((begun, self._executor.launch(plan)))
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
             self.counters.num_failed_steps += 1
-            for slot in plan.slots.tolist():
-                seq = self._slots.owner[slot]
+            self._drain()  # what is in flight did not fail, and may have ended some of them
+            for seq in filter(None, [self._slots.owner[slot] for slot in plan.slots.tolist()]):
                 self._slots.sync(seq)
                 self._kv.rollback(seq, 0)
                 self._finish(self._requests[seq.request_id], "error", reason(error))
@@ -330,6 +330,7 @@ class Engine:
         """End a request: give back its slot and room, and keep its output for its last event. `how`
         is the finish_reason."""
         seq = request.seq
+        seq.saved = None  # the queue may hold a stale entry of it for long
         self._schedule.remove(seq)
         if seq.slot is not None:
             self._kv.on_slot(seq, None)
@@ -424,11 +425,7 @@ class Engine:
         return [output for r in requests if (output := self._event(r).output)]
 
     async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        **fields: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[StepEvent]:
         """The events of one request as they come, the last with its output. `fields` are the
         others of `add_request`.
@@ -437,7 +434,7 @@ class Engine:
         which holds the loop while it lasts. A stream that is cancelled or closed aborts its
         request; `contextlib.aclosing` closes it at once where a loop over it may be left early.
         """
-        request = self._requests[self.add_request(prompt, params, request_id, **fields)]
+        request = self._requests[self.add_request(prompt, params, **fields)]
         self._streams.add(request)
         try:
             while request.output is None or request in self._news:

@@ -1,7 +1,9 @@
-"""Where a model comes from: a Hugging Face directory, a hub id, or a shape with random weights."""
+"""Where a model comes from: the embedded one, a Hugging Face directory, a hub id, or a shape with
+random weights."""
 
 from __future__ import annotations
 
+import importlib.resources
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from core.inputs import read_text
 from core.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from core.weights import ModelWeights, Progress, random_weights, read_weights
 
+EMBEDDED = "tiny"  # what evals/tiny trained, part of this distribution
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Sub-directories and consolidated files hold the weights again, in other formats.
@@ -53,7 +56,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int, progress: Progress
 ) -> LoadedModel:
-    """Load `model`: a directory, a hub id `org/name`, or `random:NAME` of a published shape.
+    """Load `model`: "tiny", a directory, a hub id `org/name`, or `random:NAME`, a published shape.
 
     Weights are converted to `dtype` on `device`. `seed` matters to random weights only.
     `progress(done, total)` counts bytes. HF_HUB_OFFLINE=1 keeps to what is cached. Pickles are
@@ -94,11 +97,13 @@ def _read_facts(directory: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Mo
 
 def _find(model: str) -> tuple[Path, str]:
     """The directory of a model and the name to call it by; a hub id is downloaded if need be."""
+    if model == EMBEDDED:
+        return Path(str(importlib.resources.files("evals.tiny") / "model")), model
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory, directory.resolve().name
     if not _HUB_ID.fullmatch(model):
-        hint = did_you_mean(model.lower(), RANDOM_SHAPES, "give one of these")
+        hint = did_you_mean(model.lower(), [EMBEDDED, *RANDOM_SHAPES], "give one of these")
         raise UserError(
             f"{model!r} is no directory, no hub id org/name and no random weights{hint}"
         )

@@ -27,6 +27,7 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "max_num_seqs": (32, 256),
     "max_num_batched_tokens": (2048, 8192),
     "overlap": (False, True),
+    "gpu_memory_utilization": (None, 0.9),
 }
 
 
@@ -179,12 +180,11 @@ def _refusals(plan: Plan) -> Iterator[str]:
         why = f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes"
         yield f"{why}: drop --enable-prefix-caching or choose another kv"
     if config.preemption == "swap" and offered(kv.offer, "save") is None:
-        why = f"kv '{kv.name}' cannot save to the host"
-        yield f"{why}: choose --preemption recompute or another kv"
+        yield f"kv '{kv.name}' cannot save to the host: choose --preemption recompute or another kv"
     if config.chunk_size and not config.enable_chunked_prefill:
-        why = f"chunk_size is {config.chunk_size} and chunked prefill is off"
-        yield f"{why}: drop one of the two"
+        yield f"chunk_size is {config.chunk_size} and chunked prefill is off: drop one of the two"
+    if (share := config.gpu_memory_utilization) and config.device == "cpu":
+        yield f"gpu_memory_utilization is {share} and the device is cpu: give --kv-cache-bytes"
     if tokens < seqs:
-        why = f"a step holds max_num_batched_tokens={tokens} tokens, fewer than the "
-        why += f"max_num_seqs={seqs} sequences that decode one each"
-        yield f"{why}: raise the one or lower the other"
+        what = f"max_num_batched_tokens={tokens} tokens, fewer than the max_num_seqs={seqs}"
+        yield f"a step holds {what} sequences that decode one each: raise one or lower the other"

@@ -60,7 +60,7 @@ class Schedule:
     ) -> None:
         self._limits, self._kv, self._sched, self._slots = limits, kv, sched, slots
         self._counters, self._clock, self._drain, self._take_slot = counters, clock, drain, admit
-        self._chunk_size = config.chunk_size or limits.max_num_batched_tokens
+        self._chunk_size = min(config.chunk_size or 1 << 30, limits.max_num_batched_tokens)
         self._chunked, self._max_bypass = config.enable_chunked_prefill, config.max_bypass
         self._may_start = offered(sched, "may_start")
         self._save = offered(kv, "save") if config.preemption == "swap" else None

@@ -246,7 +246,7 @@ def test_every_flag_of_the_run_reaches_its_field(fake, outweigh, tmp_path):
     file.write_text("def outweigh_run_finished(report): report['watched'] = True")
     argv = """run x --model m --kv contiguous --fusion none --graphs none --sched fifo --device cpu
         --dtype bfloat16 --seed 7 --max-model-len 99 --max-num-seqs 4 --max-num-batched-tokens 64
-        --chunk-size 8 --kv-cache-bytes 1.5MiB --gpu-memory-utilization 0.5
+        --chunk-size 8 --kv-cache-bytes 1.5MiB
         --no-enable-prefix-caching --overlap"""
     assert outweigh(*argv.split(), "-p", str(file))[0] == 0
     assert FakeEngine.built.config == RunConfig(
@@ -263,7 +263,6 @@ def test_every_flag_of_the_run_reaches_its_field(fake, outweigh, tmp_path):
         max_num_batched_tokens=64,
         chunk_size=8,
         kv_cache_bytes=3 << 19,
-        gpu_memory_utilization=0.5,
         enable_prefix_caching=False,
         plugins=(str(file),),
         overlap=True,

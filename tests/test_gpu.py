@@ -107,13 +107,17 @@ def test_the_gpu_agrees_with_the_cpu_in_float32(checkpoint):
     assert on_gpu == on_cpu
 
 
-def test_scarcity_preempts_and_changes_no_token(checkpoint):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_scarcity_preempts_and_changes_no_token(checkpoint, preemption, overlap):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with engine(checkpoint, dtype="float32") as e:
         wanted = [o.token_ids for o in e.generate(prompts(), params)]
-    with engine(checkpoint, dtype="float32", settings={"kv.num_blocks": 17}) as e:
+    scarce = {"settings": {"kv.num_blocks": 17}, "preemption": preemption, "overlap": overlap}
+    with engine(checkpoint, dtype="float32", **scarce) as e:
         assert [o.token_ids for o in e.generate(prompts(), params)] == wanted
         assert e.counters.num_preemptions > 0
+        assert (e.counters.num_swapped_bytes > 0) == (preemption == "swap")
         assert e.counters.num_eager_steps == 0
 
 
@@ -143,10 +147,12 @@ def test_memory_comes_back_on_close(checkpoint):
     assert held() - before < 1 << 20
 
 
-def test_the_budget_is_what_is_left(checkpoint):
+def test_the_budget_is_what_is_left(checkpoint, monkeypatch):
     """kv_cache_bytes=None: what weights, activations and graphs leave of the share that may be
     used."""
     free, total = torch.cuda.mem_get_info()
+    # Tests beside this one take and give back memory meanwhile.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
     with engine(checkpoint, kv_cache_bytes=None, gpu_memory_utilization=0.3) as e:
         assert torch.cuda.memory_reserved() <= 0.3 * total
         left = 0.3 * total - (total - free)

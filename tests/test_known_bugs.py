@@ -1,12 +1,13 @@
 """Bugs that real engines have had, each by its smallest trigger, with its project and number.
 
-Kinds that are proven elsewhere: bucket ladders that end below the largest batch (vLLM #57355) in
-plugins/test_graph_ladders.py; padding that overwrites a live page (vLLM #43810, #13418) in the kv
-suite's `test_padding_touches_nothing`; staging reused before its copy has ended (mini-sglang #103)
-in test_gpu.py, which compares depth 0 and 1 token for token.
+`ELSEWHERE` says which test proves a kind where it is not here. Left out is what this engine cannot
+have: prefixes shared between adapters or salts (vLLM #15297), since it has neither.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,63 @@ from core import Engine, SamplingParams
 from core.batch import Sequence
 from core.errors import UserError
 from core.metrics import RequestMetrics
+from core.testing.late import running_late
 from core.testing.tiny import reference_generate, save_tiny
 
 BLOCK = 4
+ROOT = Path(__file__).parents[1]
+
+ELSEWHERE = {
+    "a running decode stands still while prompts arrive (nano-vllm)": (
+        "tests/test_engine.py",
+        "test_a_decode_advances_while_prompts_arrive",
+    ),
+    "ladders of graphs end below the largest batch (vLLM #57355)": (
+        "tests/plugins/test_graph_ladders.py",
+        "test_every_size_finds_a_rung_and_the_last_is_the_limit",
+    ),
+    "staging is written again before its copy has ended (mini-sglang #103)": (
+        "tests/test_overlap.py",
+        "test_a_staging_buffer_is_written_again_only_after_its_copy",
+    ),
+    "two plans in flight share one staging buffer (mini-sglang #89)": (
+        "tests/test_overlap.py",
+        "test_steps_in_flight_share_no_staging_buffer",
+    ),
+    "a head without room is passed for ever (vLLM #31731)": (
+        "tests/test_engine.py",
+        "test_a_head_without_room_is_passed_a_bounded_number_of_times",
+    ),
+    "padding overwrites a live page (vLLM #43810, #13418)": (
+        "core/testing/kv.py",
+        "test_padding_touches_nothing",
+    ),
+    "large key channels spoil a quantised cache (vLLM #41343)": (
+        "tests/plugins/test_kv_paged_int8.py",
+        "test_smoothing_tames_a_planted_outlier",
+    ),
+    "scales stay behind when a block moves (FastDeploy #5125)": (
+        "core/testing/kv.py",
+        "test_what_is_saved_comes_back",
+    ),
+    "a quantised cache is asked for and not used (InfiniLM #553)": (
+        "tests/plugins/test_kv_paged_int8.py",
+        "test_storage_is_int8_and_as_large_as_capacity_says",
+    ),
+    "penalties read a placeholder for the token in flight (vLLM #26467)": (
+        "tests/test_sampling.py",
+        "test_a_penalised_request_joins_a_running_batch",
+    ),
+    "penalties forget the output of a preempted request (vLLM #5349)": (
+        "tests/test_sampling.py",
+        "test_a_preempted_request_keeps_its_output_apart_from_its_prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "name"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_kind_that_is_proven_elsewhere_has_its_test_there(file, name):
+    assert f"def {name}(" in (ROOT / file).read_text()
 
 
 def greedy(max_tokens):
@@ -107,6 +162,23 @@ def test_identical_prompts_in_one_batch(model, overlap):
         assert outputs["b"].token_ids == outputs["d"].token_ids == wanted
         assert outputs["c"].token_ids == reference_generate(model, other, 8)
         assert outputs["d"].metrics.num_cached_tokens == 12  # of 16: at least one is computed
+        e._kv.check_integrity()
+
+
+@pytest.mark.parametrize("device", [nullcontext, running_late], ids=["cpu", "late"])
+@pytest.mark.parametrize("num_tokens", range(1, 7))
+def test_pages_that_the_step_in_flight_still_uses(model, device, num_tokens):
+    """mini-sglang #89: a request ends while the step behind it is in flight, and the next one takes
+    its pages. Here they are all that there is."""
+    prompts = [tokens(6, seed=i) for i in range(3)]
+    wanted = [reference_generate(model, prompt, 6) for prompt in prompts]
+    stop = wanted[0][num_tokens - 1]
+    stops = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=(stop,))
+    options = {"num_blocks": 3, "overlap": True, "enable_prefix_caching": False}
+    with device(), engine(model, **options) as e:
+        outputs = e.generate(prompts, [stops, greedy(6), greedy(6)])
+        assert outputs[0].token_ids == wanted[0][: wanted[0].index(stop) + 1]
+        assert [output.token_ids for output in outputs[1:]] == wanted[1:]
         e._kv.check_integrity()
 
 

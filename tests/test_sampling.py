@@ -706,7 +706,7 @@ async def last_output(stream):
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_stream_that_is_left_aborts_its_request(path, greedy, after):
     async def left(engine, how):
-        stream = engine.stream(prompts()[0], params_of(max_tokens=80), "left")
+        stream = engine.stream(prompts()[0], params_of(max_tokens=80), request_id="left")
         for _ in range(after + 1):
             await anext(stream)
         if how == "cancel":

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from core.batch import Limits, Sequence
+from core.config import RunConfig
 from core.conform import bind
 from core.metrics import StepCounters
 from core.registry import Registry
@@ -190,16 +191,16 @@ class VirtualEngine:
         self._written = np.zeros(limits.max_num_seqs + 1, np.int32)  # tokens, where recorded
         self._sharing = sharing
         self._observe = getattr(sched, "observe", None)
+        config = RunConfig(
+            chunk_size=chunk_size, enable_chunked_prefill=chunked, max_bypass=max_bypass
+        )
         self.schedule = schedule(
             self.limits,
             self.kv,
             sched,
             self.slots,
             self.log.counters,
-            chunk_size=chunk_size,
-            chunked=chunked,
-            max_bypass=max_bypass,
-            swap=False,
+            config,
             clock=lambda: self.now,
             drain=self._drain,
             admit=self._take_slot,

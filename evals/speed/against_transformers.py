@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             order = list(runs) if i % 2 else list(reversed(runs))
             for name in order:
                 elapsed = timed(runs[name])
+                print(f"round {i} of {args.rounds}: {name} {elapsed:.1f} s", file=sys.stderr)
                 if i:  # the first round warms up
                     seconds[name].append(elapsed)
         report = engine.report()

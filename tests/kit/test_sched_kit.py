@@ -153,8 +153,9 @@ class NeverOverrules(Schedule):
 class SkipsForEver(Schedule):
     """B19: a head without room is passed as often as others fit."""
 
-    def __init__(self, *args, max_bypass, **options):
-        super().__init__(*args, max_bypass=10**6 if max_bypass else 0, **options)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._max_bypass *= 10**6
 
 
 class RevivesOldPlaces(Schedule):

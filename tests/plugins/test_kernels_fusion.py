@@ -257,7 +257,7 @@ def tiny(place, *, qk_norm, num_layers=2):
     """A random decoder and a stand-in for a cache: tokens have places, attention mixes q, k, v."""
     hidden, heads, kv_heads, head_dim, inner, vocab = 48, 4, 2, 16, 40, 30
     facts = ModelFacts(
-        "tiny", num_layers, hidden, inner, heads, kv_heads, head_dim, vocab, 64, 1e-6, 1e4,
+        num_layers, hidden, inner, heads, kv_heads, head_dim, vocab, 64, 1e-6, 1e4,
         qk_norm=qk_norm, dtype=place[1],
     )  # fmt: skip
     seeds = iter(range(100, 1000))
