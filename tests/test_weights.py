@@ -358,7 +358,7 @@ def test_a_file_is_no_model(qwen2: Path) -> None:
 
 def test_a_bare_word_gets_a_near_miss() -> None:
     assert "did you mean random:qwen3-0.6b" in refusal("Qwen3-0.6B")
-    assert "give one of these: random:qwen3-0.6b, random:" in refusal("something-else")
+    assert "give one of these: tiny, random:qwen3-0.6b, random:" in refusal("something-else")
 
 
 # -------------------------------------------------------------------------------------- random
