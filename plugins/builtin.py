@@ -22,6 +22,7 @@ def outweigh_register_kv(register: Register) -> None:
 @hookimpl
 def outweigh_register_fusion(register: Register) -> None:
     register("none", "plugins.fusion.none:NoFusion")
+    register("inductor", "plugins.fusion.inductor:InductorFusion")
     register("onednn", "plugins.fusion.onednn:OneDnnFusion")
     register("triton", "plugins.fusion.triton:TritonFusion")
 

@@ -7,13 +7,11 @@ A layer of Qwen3 takes some fifty elementwise and reduction launches in plain to
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, field_validator
-
-from core.config import OfferConfig
 from core.errors import UserError
 from core.seams import Span
+from plugins.fusion.options import SpanOptions
 
 if TYPE_CHECKING:
     import torch
@@ -40,26 +38,8 @@ class TritonFusion:
     api: ClassVar[int] = 1
     lossless: ClassVar[bool] = True
 
-    class Config(OfferConfig):
-        only: tuple[str, ...] | None = Field(
-            None, description=f"names of spans to use, by commas, of {', '.join(NAMES)}; null: all"
-        )
-        fuel: int | None = Field(
-            None, ge=0, description="places that spans may claim, from the start; null: all"
-        )
-
-        @field_validator("only", mode="before")
-        @classmethod
-        def _by_commas(cls, only: Any) -> Any:
-            return tuple(only.split(",")) if isinstance(only, str) else only
-
-        @field_validator("only")
-        @classmethod
-        def _known(cls, only: tuple[str, ...] | None) -> tuple[str, ...] | None:
-            for name in only or ():
-                if name not in NAMES:
-                    raise ValueError(f"there is no span '{name}'; choose from {', '.join(NAMES)}")
-            return only
+    class Config(SpanOptions):
+        names = NAMES
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or self.Config()

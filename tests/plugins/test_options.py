@@ -19,7 +19,8 @@ from core.errors import UserError
 from core.registry import Registry
 from core.seams import SEAMS
 from core.testing.tiny import save_tiny
-from plugins.fusion.triton import NAMES, TritonFusion
+from plugins.fusion.inductor import InductorFusion
+from plugins.fusion.triton import TritonFusion
 from plugins.kv.smoothing import record_keys
 
 LIMITS = Limits(max_model_len=1024, max_num_seqs=20, max_num_batched_tokens=300)
@@ -115,10 +116,18 @@ class Unrun(TritonFusion):
         return super().spans(facts, torch.device("cuda"))
 
 
-def claimed(settings):
+SETS = {"triton": Unrun, "inductor": InductorFusion}  # the latter compiles what is run
+PLACES = {  # random:tiny has 2 layers: norms behind the embedding, in each and behind the last
+    "triton": {"embed_norm": 1, "add_norm": 4, "qk_rope_write": 2, "act_mul": 2, "sample": 1},
+    "inductor": {"embed_norm": 1, "add_norm": 4, "qk_rope": 2, "act_mul": 2},
+}
+
+
+def claimed(fusion, settings):
     """Names of the spans in the operations of a step of 9 tokens, from the start, then sampling."""
-    pytest.importorskip("triton", reason="needs triton, which is not installed here")
-    with engine(settings, fusion=Unrun) as made:
+    if fusion == "triton":
+        pytest.importorskip("triton", reason="needs triton, which is not installed here")
+    with engine(settings, fusion=SETS[fusion]) as made:
         executor = made._executor
         operations = executor._cover(executor._chain, 9)
         operations += executor._cover(executor._sample_chain, 9)
@@ -126,21 +135,21 @@ def claimed(settings):
 
 
 def case_only(fusion, tmp_path):
-    """random:tiny has 2 layers: the norms are behind the embedding, in each and behind the last."""
-    assert Counter(claimed({})) == {
-        "embed_norm": 1, "add_norm": 4, "qk_rope_write": 2, "act_mul": 2, "sample": 1
-    }  # fmt: skip
-    assert claimed({"fusion.only": []}) == []
-    for name in NAMES:
-        assert set(claimed({"fusion.only": [name]})) == {name}
-    assert claimed({"fusion.only": "act_mul,sample"}) == ["act_mul", "act_mul", "sample"]
+    assert Counter(claimed(fusion, {})) == PLACES[fusion]
+    assert claimed(fusion, {"fusion.only": []}) == []
+    for name in SETS[fusion].Config.names:
+        assert set(claimed(fusion, {"fusion.only": [name]})) == {name}
+    two = claimed(fusion, {"fusion.only": "act_mul,embed_norm"})
+    assert two == ["embed_norm", "act_mul", "act_mul"]
 
 
 def case_fuel(fusion, tmp_path):
-    places = claimed({})[:-1]
+    everything = claimed(fusion, {})
+    places = [name for name in everything if name != "sample"]
     for fuel in range(len(places) + 1):
-        assert claimed({"fusion.fuel": fuel}) == places[:fuel] + ["sample"] * (fuel > 0)
-    assert claimed({"fusion.fuel": 100}) == [*places, "sample"]
+        sampled = everything[len(places) :] * (fuel > 0)
+        assert claimed(fusion, {"fusion.fuel": fuel}) == places[:fuel] + sampled
+    assert claimed(fusion, {"fusion.fuel": 100}) == everything
 
 
 def case_pack(fusion, tmp_path):
