@@ -11,7 +11,7 @@ import torch
 from core.batch import Limits
 from core.chain import Decoder
 from core.config import RunConfig
-from core.errors import RunError, UserError
+from core.errors import RunError, UserError, reason
 from core.executor import Executor
 from core.loading import LoadedModel, load_model
 from core.memory import device_budget, host_budget
@@ -48,7 +48,7 @@ class Parts:
         name = torch.cuda.get_device_name if device.type == "cuda" else str
         return {
             **self.plan.dump(),
-            "limits": vars(self.limits),
+            "limits": {**vars(self.limits)},
             "kv_cache_tokens": self.kv.usage().num_tokens,
             "graph_bytes": self.executor.graph_bytes,
             "device_name": name(device),
@@ -71,12 +71,11 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
         )
         return _assemble(plan, offers, model, device, counters, progress)
     except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no error of its own
-        first = str(error).split(". ")[0] or "MemoryError"
-        if not isinstance(error, MemoryError) and "memory" not in first:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
         raise RunError(
-            f"{device} ran out of memory ({first}): lower --gpu-memory-utilization, "
-            "--max-num-batched-tokens, --max-num-seqs, --kv-cache-bytes or kv's own options"
+            f"{device} ran out of memory ({reason(error)[:200]}): lower --kv-cache-bytes, kv's own "
+            "options, --max-num-batched-tokens or --max-num-seqs"
         ) from error
 
 
@@ -93,6 +92,8 @@ def _assemble(
     rope = rope_tables(facts, limits.max_model_len, device)
     decoder = Decoder(facts, model.weights, rope, device)
     spans = offers.fusion.spans(facts, device)
+    if (prepare := offered(offers.fusion, "weights")) is not None:
+        prepare(model.weights)
     share = config.gpu_memory_utilization  # None on a CPU
     budget = config.kv_cache_bytes or (
         host_budget(facts, limits)
@@ -101,8 +102,8 @@ def _assemble(
     )
     limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
     if limits.max_model_len < (config.max_model_len or facts.max_position):
-        what = f"{budget:,} bytes of KV cache hold sequences of {limits.max_model_len} tokens"
-        model.notes.append(f"{what}, the model {facts.max_position}: raise --kv-cache-bytes")
+        what = f"the KV cache holds sequences of {limits.max_model_len} tokens and the model"
+        model.notes.append(f"{what} {facts.max_position}: give it more room for longer ones")
     kv.sharing = bool(config.enable_prefix_caching)
     if (look_at := offered(kv, "weights")) is not None:
         look_at(model.weights.layers)
@@ -142,7 +143,8 @@ def _final_limits(
         raise UserError(
             f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len "
             f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised): "
-            "raise --kv-cache-bytes, or lower --max-model-len or the block size"
+            "raise --kv-cache-bytes, or lower --max-num-seqs, --max-num-batched-tokens (tables and "
+            "scratch come first) or the block size"
         )
     longest = limits.max_model_len
     if config.max_model_len is None:

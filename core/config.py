@@ -19,7 +19,6 @@ from core.errors import UserError, explained
 from core.seams import PROJECT, SEAMS
 
 DType = Literal["float32", "bfloat16", "float16"]
-Preemption = Literal["recompute", "swap"]
 Count = Annotated[int, Field(gt=0)]
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
@@ -63,7 +62,7 @@ class RunConfig(BaseModel):
     chunk_size: Count | None = Field(None, description="most prompt tokens of a sequence in a step")
     enable_chunked_prefill: bool = Field(True, description="spread long prompts over several steps")
     max_bypass: int = Field(0, ge=0, description="sequences that may start before one without room")
-    preemption: Preemption = Field("recompute", description="drop a victim's keys, or save them")
+    preemption: Literal["recompute", "swap"] = Field("recompute", description="of victims' keys")
     kv_cache_bytes: ByteSize | None = Field(None, gt=0, description="of the KV cache, as 2GiB")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="share of the GPU")
     enable_prefix_caching: bool | None = Field(None, description="share blocks of equal prefixes")

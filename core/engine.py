@@ -261,17 +261,24 @@ class Engine:
         try:
             self._in_flight.append((begun, self._executor.launch(plan)))
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
-            self.counters.num_failed_steps += 1
             self._drain()  # what is in flight did not fail, and may have ended some of them
-            for seq in filter(None, [self._slots.owner[slot] for slot in plan.slots.tolist()]):
-                self._slots.sync(seq)
-                self._kv.rollback(seq, 0)
-                self._finish(self._requests[seq.request_id], "error", reason(error))
+            self._fail(plan, error)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """End the requests of a step that was not run, or not to its end."""
+        self.counters.num_failed_steps += 1
+        for seq in filter(None, [self._slots.owner[slot] for slot in plan.slots.tolist()]):
+            self._slots.sync(seq)
+            self._kv.rollback(seq, 0)
+            self._finish(self._requests[seq.request_id], "error", reason(error))
 
     def _harvest(self, launched: tuple[float, InFlight]) -> None:
         """Take the tokens of a step that was launched earlier, and end whom they end."""
         begun, step = launched
-        step.wait()
+        try:
+            step.wait()
+        except Exception as error:  # noqa: BLE001  # of the device; the next step may fare better
+            return self._fail(step.plan, error)
         now = perf_counter()
         # A step begins with its launch, or with the end of the one before it.
         begun, self._landed = max(begun, self._landed), now
@@ -415,7 +422,7 @@ class Engine:
                 self._schedule.remove(request.seq)
                 del self._requests[request.seq.request_id]
             raise
-        shows = progress and len(requests) >= _MANY and sys.stderr.isatty()
+        shows = progress and len(requests) >= _MANY
         with progress_bar(sys.stderr) if shows else nullcontext() as bar:
             for request in requests:
                 while request.output is None:
@@ -472,6 +479,7 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """What this engine is and has done so far, JSON-able."""
+        self._check_open()
         seen = {"counters": {**vars(self.counters)}, "kv_use": self.kv_use.as_dict()}
         return self._parts.describe() | seen
 

@@ -76,8 +76,7 @@ class Hooks:
     """How the core calls hooks. An exception becomes a sentence that names the plugin."""
 
     def __init__(self, manager: pluggy.PluginManager, owners: Mapping[str, Owner]) -> None:
-        self._manager = manager
-        self._owners = owners
+        self._manager, self._owners = manager, owners
 
     def check_combination(self, plan: Plan) -> list[str]:
         """The refusals of all plugins, those of third parties with their owner."""

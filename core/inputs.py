@@ -72,4 +72,4 @@ def read_text(file: str) -> str:
     """The text of a file, or of stdin for "-"."""
     name = "stdin" if file == "-" else file
     with explained(f"{name} cannot be read as UTF-8 text", "choose another"):
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")

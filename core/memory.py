@@ -3,6 +3,7 @@ activations and graphs."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -15,28 +16,12 @@ from core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from torch import Tensor
-
     from core.batch import Limits
     from core.facts import ModelFacts
     from core.seams import Span
 
 _HOST_SHARE = 0.25  # of the free memory of the machine, on a CPU
 _SLACK_BYTES = 1 << 29  # cuBLAS and cuDNN workspaces, split-KV partials, fragmentation
-
-
-class _NoKV:
-    """Stands in for a kv offer while activations are measured: stores nothing, attends to
-    nothing."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        return None
-
-    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        return q.flatten(1).contiguous()
-
-    def sink(self, layer: int) -> None:
-        return None
 
 
 def host_budget(facts: ModelFacts, limits: Limits) -> int:
@@ -72,7 +57,10 @@ def _activation_bytes(decoder: Decoder, spans: Seq[Span], limits: Limits) -> int
     """Peak bytes of one step of max_num_batched_tokens tokens, attention's own scratch apart. One
     layer is enough."""
     tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
-    stub: Any = _NoKV()
+    # Stores nothing, attends to nothing.
+    stub: Any = SimpleNamespace(
+        write=lambda *_: None, attend=lambda _, q, __: q.flatten(1), sink=lambda _: None
+    )
     usable = [s for s in spans if s.when(tokens, decoder.facts, None)]
     operations = cover(decoder.chain(stub, num_layers=1), usable)
     zeros = torch.zeros(tokens, dtype=torch.int32, device=decoder.device)

@@ -97,7 +97,7 @@ class KVUse:
 
     def __init__(self) -> None:
         self._looks: list[tuple[float, int, int, int]] = []
-        self._num_steps, self._stride = 0, 1
+        self._num_steps, self._stride, self._peak = 0, 1, 0
 
     def look(self, kv: KVManager, num_computed: NDArray[np.int32], now_s: float) -> None:
         """Once a step. `num_computed` is by slot, like the rows of the kv offer."""
@@ -105,6 +105,7 @@ class KVUse:
         if self._num_steps % self._stride == 0:
             usage, num_live = kv.usage(), int(num_computed[kv.reserved > 0].sum())
             self._looks.append((now_s, usage.num_held, usage.num_cached, num_live))
+            self._peak = max(self._peak, usage.num_held)
         if len(self._looks) == _MAX_LOOKS:
             self._looks, self._stride = self._looks[1::2], self._stride * 2
 
@@ -114,7 +115,7 @@ class KVUse:
         names = "at_s", "num_held_tokens", "num_cached_tokens", "num_live_tokens"
         empty = [1 - live / held for _, held, _, live in self._looks if held]
         return {
-            "peak_held_tokens": max((look[1] for look in self._looks), default=0),
+            "peak_held_tokens": self._peak,
             "fragmentation": float(np.mean(empty)) if empty else None,
             "over_time": [dict(zip(names, look, strict=True)) for look in self._looks],
         }

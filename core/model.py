@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from core.batch import Batch
     from core.facts import ModelFacts
     from core.seams import KVManager, KVSink
-    from core.weights import LayerWeights, ModelWeights
+    from core.weights import ModelWeights
 
 VALUES = ("residual", "hidden", "qkv", "q", "k", "v", "ctx", "gate_up", "act", "logits", "sampled")
 
@@ -32,14 +32,15 @@ VALUES = ("residual", "hidden", "qkv", "q", "k", "v", "ctx", "gate_up", "act", "
 class Site:
     """Where a node stands: its layer and all that a node or a span may use there.
 
-    `layer` is -1 and `weights` None for embed, final_norm and lm_head. `cos` and `sin` are float32
-    [max_model_len, head_dim / 2], scaled as the RoPE type asks. `sink` is the layer's KV sink.
+    `weights` are LayerWeights; for embed, final_norm and lm_head they are None and `layer` -1.
+    `cos` and `sin` are float32 [max_model_len, head_dim / 2], scaled as the RoPE type asks. `sink`
+    is the layer's KV sink.
     """
 
     layer: int
     facts: ModelFacts
     model: ModelWeights
-    weights: LayerWeights | None
+    weights: Any
     cos: Tensor
     sin: Tensor
     kv: KVManager
@@ -79,11 +80,6 @@ def rotate(x_TND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _block(site: Site) -> LayerWeights:
-    """The weights of the layer that a node stands in."""
-    return cast("LayerWeights", site.weights)
-
-
 def _embed(site: Site, batch: Batch) -> tuple[Tensor, ...]:
     fed_back = batch.last_token[batch.token_slots]
     ids = torch.where(batch.token_ids < 0, fed_back, batch.token_ids)
@@ -91,16 +87,15 @@ def _embed(site: Site, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _attn_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
-    return (rms_norm(residual, _block(site).attn_norm, site.facts.rms_norm_eps),)
+    return (rms_norm(residual, site.weights.attn_norm, site.facts.rms_norm_eps),)
 
 
 def _qkv_proj(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    w = _block(site)
-    return (F.linear(hidden, w.qkv, w.qkv_bias),)
+    return (F.linear(hidden, site.weights.qkv, site.weights.qkv_bias),)
 
 
 def _qk_norm(site: Site, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
-    facts, w = site.facts, _block(site)
+    facts, w = site.facts, site.weights
     q, k, v = (
         part.unflatten(-1, (-1, facts.head_dim))
         for part in qkv.split_with_sizes(facts.qkv_sizes, -1)
@@ -126,7 +121,7 @@ def _attention(site: Site, batch: Batch, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _o_proj(site: Site, batch: Batch, ctx: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(ctx, _block(site).o),)
+    return (F.linear(ctx, site.weights.o),)
 
 
 def _add(site: Site, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -134,11 +129,11 @@ def _add(site: Site, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Te
 
 
 def _mlp_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
-    return (rms_norm(residual, _block(site).mlp_norm, site.facts.rms_norm_eps),)
+    return (rms_norm(residual, site.weights.mlp_norm, site.facts.rms_norm_eps),)
 
 
 def _gate_up(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(hidden, _block(site).gate_up),)
+    return (F.linear(hidden, site.weights.gate_up),)
 
 
 def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +142,7 @@ def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
 
 
 def _down(site: Site, batch: Batch, act: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(act, _block(site).down),)
+    return (F.linear(act, site.weights.down),)
 
 
 def _final_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:

@@ -138,6 +138,8 @@ def _device(wanted: str | None) -> str:
 def _defaults(config: RunConfig, on_cuda: bool) -> dict[str, Any]:
     """A value for every field of `DEFAULTS` that was left open."""
     values = {k: v[on_cuda] for k, v in DEFAULTS.items() if getattr(config, k) in (None, "auto")}
+    if config.dtype == "float16" and values.get("fusion") == "onednn":
+        values["fusion"] = "none"  # which has nothing for it
     # Of two limits the one that was not given follows where its default would contradict the other.
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None and tokens is not None:

@@ -204,7 +204,8 @@ class Schedule:
             length = self._chunk(seq, budget)
             if length > 0:
                 assert seq.slot is not None
-                seq.first_scheduled = seq.first_scheduled or clock
+                if seq.first_scheduled is None:
+                    seq.first_scheduled = self._clock()
                 rows.append(seq.slot)
                 lens.append(length)
                 budget -= length

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from core.batch import Batch, BatchShape, HostBatch, Limits, Sequence
     from core.config import OfferConfig
     from core.facts import ModelFacts
-    from core.weights import LayerWeights
+    from core.weights import LayerWeights, ModelWeights
 
 PROJECT = "outweigh"
 SEAMS = ("kv", "fusion", "graphs", "sched")
@@ -251,6 +251,13 @@ class FusionSet(Protocol):
     api: ClassVar[int]
     lossless: ClassVar[bool]
     Config: ClassVar[type[OfferConfig]]
+
+    @optional
+    def weights(self, weights: ModelWeights) -> None:
+        """Called once after `spans`, for what a set makes of weights before the first request.
+
+        They are read only; what is kept must be a copy.
+        """
 
     @spec
     def spans(self, facts: ModelFacts, device: torch.device) -> Seq[Span]:

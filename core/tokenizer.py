@@ -83,9 +83,11 @@ class HFTokenizer(Tokenizer):
     """A tokenizer of transformers, without `clean_up_tokenization_spaces`, which is not local."""
 
     def __init__(self, backend: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self.backend = backend
         self._skipped = {i for i, token in backend.added_tokens_decoder.items() if token.special}
-        self._alphabet = _byte_alphabet()
+        self._alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
         self._remembered = functools.cache(self._piece)
 
     def encode(self, text: str) -> list[int]:
@@ -170,11 +172,3 @@ class _WindowDecoder:
         before = self._tokenizer.decode(self._context)
         self._context = window[-1:]
         return self._tokenizer.decode(window)[len(before) :]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE spells bytes: printable Latin-1 as itself, the other 68 from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    spelled = {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    return spelled | {chr(byte): byte for byte in printable}

@@ -52,4 +52,8 @@ def outweigh_check_combination(plan: Plan) -> list[str]:
             "fusion 'triton' runs its kernels on CUDA and the device is cpu: choose --fusion none, "
             "or set TRITON_INTERPRET=1 to try them, slowly, in Triton's interpreter"
         )
+    if plan.fusion.name == "onednn" and plan.config.dtype == "float16":
+        refusals.append(
+            "fusion 'onednn' has no products in float16: choose --fusion none, or --dtype bfloat16"
+        )
     return refusals

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core import Engine, SamplingParams
-from core.errors import UserError
+from core.errors import RunError, UserError
 from core.metrics import KVUse
 from core.seams import Usage
 from core.testing.tiny import reference_generate, reference_logits, save_tiny
@@ -452,6 +452,10 @@ def test_ttft_counts_from_the_scheduled_arrival(checkpoints):
     with tiny_engine(path) as engine:
         engine.add_request([5] * 8, SamplingParams(max_tokens=1), arrival=time.perf_counter() - 3)
         (output,) = [event.output for event in engine.step() if event.output]
+    moments = output.metrics
+    ordered = [moments.arrival_s, moments.enqueued_s, moments.admitted_s, moments.first_scheduled_s]
+    ordered += [*moments.token_times_s, moments.ended_s]
+    assert ordered == sorted(ordered)
     assert 3000 <= output.metrics.queue_ms <= output.metrics.ttft_ms <= output.metrics.e2e_ms
 
 
@@ -510,11 +514,12 @@ def test_the_cache_is_looked_at_evenly_however_long_the_run():
         reserved = np.array([1, 0], np.int32)
 
         def usage(self):
-            return Usage(64, 16, 0)
+            return Usage(64, 16 if step == 7 else 8, 0)
 
     use, num_steps = KVUse(), 5000
     for step in range(num_steps):
         use.look(Cache(), np.array([step, 9], np.int32), float(step))
+        assert use.as_dict()["peak_held_tokens"] == (8 if step < 7 else 16)
     steps = [look["at_s"] for look in use.as_dict()["over_time"]]
     gaps = set(np.diff(steps).tolist())
     assert 256 <= len(steps) <= 512 and len(gaps) == 1
@@ -529,5 +534,20 @@ def test_a_pool_that_shortens_sequences_is_a_note(checkpoints):
     with tiny_engine(path, settings={"kv.num_blocks": 4}, max_model_len=None) as engine:
         assert engine.limits.max_model_len == 64 < longest
         (note,) = [note for note in engine.notes if "KV cache hold" in note]
-        assert f"sequences of {engine.limits.max_model_len} tokens" in note
-        assert "--kv-cache-bytes" in note
+        assert "sequences of 64 tokens and the model 512" in note
+
+
+def test_a_machine_without_memory_is_a_sentence(checkpoints):
+    path, _ = checkpoints["qwen3"]
+    with pytest.raises(RunError, match="cpu ran out of memory .*: lower --kv-cache-bytes"):
+        tiny_engine(path, settings={"kv.num_blocks": 10**10})
+
+
+def test_a_report_is_a_copy_and_a_closed_engine_has_none(checkpoints):
+    path, _ = checkpoints["qwen3"]
+    with tiny_engine(path) as engine:
+        report = engine.report()
+        report["limits"]["max_model_len"] = report["counters"]["num_steps"] = 7
+        assert (engine.limits.max_model_len, engine.counters.num_steps) == (128, 0)
+    with pytest.raises(UserError, match="this engine is closed"):
+        engine.report()

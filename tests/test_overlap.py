@@ -417,6 +417,28 @@ def test_a_stop_in_flight_outlives_the_step_that_fails_after_it(path, greedy, ru
     assert "the fourth step fails" in failed.error
 
 
+@pytest.mark.parametrize("run", ["depth 0", "depth 1"])
+def test_a_device_that_fails_under_way_ends_the_requests_of_both_steps(path, run, monkeypatch):
+    """The step in flight fails as it lands, and the launch of the next one too: an error that a
+    device does not recover from. No exception leaves the engine, and no request stays."""
+    with engine_of(path, run) as engine:
+        launch = engine._executor.launch
+
+        def lost():
+            raise RuntimeError("the device is lost")
+
+        def fails(plan):
+            if engine.counters.num_steps > 2:
+                lost()
+            step = launch(plan)
+            return step._replace(wait=lost) if engine.counters.num_steps > 1 else step
+
+        monkeypatch.setattr(engine._executor, "launch", fails)
+        outputs = serve(engine, [params_of(), params_of()])
+    assert [output.finish_reason for output in outputs] == ["error", "error"]
+    assert all("the device is lost" in output.error for output in outputs)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_a_chunk_has_no_logits_and_samples_nothing(path, greedy, run):
     """9 tokens in chunks of 2: five steps, and the sampler runs in the last alone."""

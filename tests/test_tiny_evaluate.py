@@ -18,6 +18,7 @@ from core import Engine, SamplingParams
 from core.errors import UserError
 from core.testing.tiny import reference_logits, save_tiny, save_tokenizer
 from core.tokenizer import ByteTokenizer
+from evals import records
 from evals.tiny import evaluate, intervals
 from evals.tiny.answers import (
     Item,
@@ -373,18 +374,18 @@ def test_bits_per_byte_are_of_the_same_bytes():
         Document(name, "books_en", text) for name, text in zip("ab", TEXTS[:2], strict=True)
     ]
     byte_model = KneserNey.fit(TEXTS)
-    windows = [Window("other", "code", np.ones(5), 0, 5)]
+    windows = [Window("code/a", "code", np.ones(5), 0, 5)]  # of the same name, elsewhere
     for document in documents:
         nats = byte_model.nats(document.text)
         for start in range(0, len(nats), 10):
             part = nats[start : start + 10]
-            windows.append(Window(document.name, document.kind, part, start, len(part)))
+            windows.append(Window(document.place, document.kind, part, start, len(part)))
     part = bits_per_byte(windows, documents, byte_model, quiet)
     assert part["estimate"] == pytest.approx(1)
     assert part["interval"] == pytest.approx((1, 1))
     assert part["num_bytes"] == sum(len(d.text.encode()) for d in documents)
     for document in documents:
-        row = part["by_document"][document.name]
+        row = part["by_document"][document.place]
         assert row["byte_model"] == pytest.approx(byte_model.bits_per_byte(document.text))
     halved = [Window(w.document, w.kind, w.nats / 2, w.bytes_before, w.num_bytes) for w in windows]
     part = bits_per_byte(halved, documents, byte_model, quiet)
@@ -634,7 +635,9 @@ def test_the_command_runs_some_parts_in_some_dtypes(model, data):
         + ["--only", "recall", "--dtype", "float32", "bfloat16"]
     )
     results = evaluate.evaluate(args, quiet)
-    assert set(results) == {"engine", "recall"}
+    assert set(results) == {"engines", "recall"}
+    for dtype, report in results["engines"].items():
+        assert report["config"]["dtype"] == dtype and report["counters"]["num_steps"] > 0
     assert {dtype: part["n"] for dtype, part in results["recall"].items()} == {
         "float32": 3,
         "bfloat16": 3,
@@ -653,6 +656,8 @@ def test_the_command_succeeds_where_every_gate_holds(model, data, monkeypatch):
         (["--only", "position", "--window", "4096"], "the longest window has"),
         (["--only", "passkey", "--lengths", "64"], "passkey of 64 tokens"),
         (["--only", "recall", "--kv", "pagd"], "did you mean"),
+        (["--only", "damage", "--text-tokens", "99999"], "no document has 99999 tokens"),
+        (["--only", "recall", "--json", "no/such/file.json"], "its folder is not there"),
     ],
 )
 def test_what_a_user_can_mend_is_said_in_a_sentence(model, data, capsys, options, message):
@@ -678,9 +683,9 @@ def test_options_that_make_no_sense_are_refused(capsys, options, message):
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "result.json"
-    evaluate.write_json(file, {"n": 1})
+    records.write(file, {"n": 1})
     with pytest.raises(TypeError):
-        evaluate.write_json(file, {(1, 2): "no key of JSON"})
+        records.write(file, {(1, 2): "no key of JSON"})
     assert json.loads(file.read_text()) == {"n": 1}
 
 

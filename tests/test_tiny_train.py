@@ -19,7 +19,7 @@ from evals.tiny.batches import Batches, Stream, in_background  # noqa: E402
 from evals.tiny.muon import Muon  # noqa: E402
 from evals.tiny.recipe import Recipe, Stage  # noqa: E402
 from evals.tiny.tokenizer import END, SPECIALS, train as train_tokenizer  # noqa: E402
-from evals.tiny.train import Trainer, main, plot, run  # noqa: E402
+from evals.tiny.train import Checkpoints, Trainer, main, plot, run  # noqa: E402
 
 WORDS = "the a river boat went down to see old stone house where rain fell on grey roofs".split()
 
@@ -134,8 +134,20 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path):
     (tmp_path / "other").write_bytes(b"text")
     with pytest.raises(UserError, match="no packed corpus"):
         corpus.load(tmp_path / "other")
-    with pytest.raises(UserError, match="cannot be read as a corpus"):
-        list(corpus.read_rows(tmp_path / "other"))
+    lines = {"cut": b'{"id": "a"', "no object": b"3", "no language": b'{"id": "a", "text": "b"}'}
+    for name, content in lines.items():
+        (tmp_path / name).write_bytes(lzma.compress(content))
+    whole = lzma.compress(b"{}" * 1000)
+    (tmp_path / "truncated").write_bytes(whole[:-20])
+    for name in ("other", "absent", *lines, "truncated"):
+        with pytest.raises(UserError, match="cannot be read as a corpus"):
+            list(corpus.read_rows(tmp_path / name))
+
+
+def test_a_corpus_of_other_parts_is_refused(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="no document of the corpus is of a part"):
+        corpus.write([], tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------ skills
@@ -338,6 +350,13 @@ def test_a_checkpoint_of_another_recipe_or_none_is_refused(batches, tmp_path):
     other = Trainer(replace(batches.recipe, seed=2), 600, "cpu", "none")
     with pytest.raises(UserError, match="another recipe"):
         other.restore(tmp_path / "checkpoint.pt")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_noticed(batches, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "absent" / "checkpoint.pt")
+    checkpoints.save(Trainer(batches.recipe, 600, "cpu", "none").state())
+    with pytest.raises(UserError, match="could not be written .*: make room, then --resume"):
+        checkpoints.wait()
 
 
 def test_the_rate_goes_up_stays_and_falls():

@@ -27,6 +27,7 @@ from core.config import OfferConfig
 from core.conform import bind
 from core.errors import UserError
 from core.registry import Registry
+from core.seams import offered
 from core.testing.decoder import HIDDEN, UNKNOWN, DecoderRig, save_decoder
 from core.testing.spans import ROW_VALUES, Deviation, compare, covers, difference, verify
 from core.testing.tiny import KINDS
@@ -130,7 +131,10 @@ class FusionSuite:
         """A decoder and what is on offer for it. Skips where the offer refuses to run on a CPU."""
         decoder = DecoderRig(kind, cache, self.dtype, self.device)
         try:
-            spans = list(self.make().spans(decoder.facts, torch.device(self.device)))
+            made = self.make()
+            spans = list(made.spans(decoder.facts, torch.device(self.device)))
+            if (prepare := offered(made, "weights")) is not None:
+                prepare(decoder.weights)
         except UserError as error:
             if self.device != "cpu":
                 raise

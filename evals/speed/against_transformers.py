@@ -11,8 +11,6 @@ ours run twice a round as an A/A control.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -21,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from core.errors import RunError, UserError, explained
+from evals import records
+from evals.tiny import MODEL
 
 Requests = list[tuple[list[int], int]]  # prompt ids, output tokens
 
@@ -41,7 +43,10 @@ def ours(engine: Any, wanted: Requests) -> list[list[int]]:
     from core.sampling import SamplingParams
 
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in wanted]
-    return [o.token_ids for o in engine.generate([ids for ids, _ in wanted], params)]
+    outputs = engine.generate([ids for ids, _ in wanted], params)
+    if errors := [output.error for output in outputs if output.error]:
+        raise RunError(f"{len(errors)} of {len(wanted)} requests failed: {errors[0]}")
+    return [output.token_ids for output in outputs]
 
 
 def padded_batch(model: Any, wanted: Requests) -> list[list[int]]:
@@ -78,32 +83,58 @@ def _serial(request_id: str) -> int:
     return int(request_id.rsplit("_", 1)[-1])
 
 
-def timed(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], list[list[int]]], wanted: Requests) -> float:
+    """Seconds. Raises RunError where a request has not all of its tokens: that is no speed."""
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    found = run()
+    elapsed = time.perf_counter() - start
+    short = sum(len(ids) != n for ids, (_, n) in zip(found, wanted, strict=True))
+    if short:
+        raise RunError(f"{short} of {len(wanted)} requests got fewer tokens than they asked for")
+    return elapsed
 
 
-def main(argv: list[str] | None = None) -> int:
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return value
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.against_transformers", description=__doc__
+        prog="python -m evals.speed.against_transformers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, type=Path, help="a Hugging Face directory")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--num-requests", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    add = parser.add_argument
+    add("--model", default=MODEL, help="a Hugging Face directory; default: the embedded one")
+    add("--device", default="cpu")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--num-requests", type=_count, default=16)
+    add("--rounds", type=_count, default=3)
+    add("--seed", type=int, default=0)
+    add("--json", type=Path)
+    return parser.parse_args(argv)
 
+
+def theirs(args: argparse.Namespace) -> Any:
+    """The model of transformers. Raises UserError where there is none."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    with explained(f"transformers cannot load {args.model} on {args.device}", "give another"):
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype), local_files_only=True
+        )
+        return model.to(args.device).eval()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of every run, the first to warm up: seconds, rates, ratios."""
     from core.engine import Engine
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    model.to(args.device).eval()
+    model = theirs(args)
     with Engine(
         model=str(args.model),
         device=args.device,
@@ -113,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         enable_prefix_caching=False,
     ) as engine:
         wanted = requests(args.num_requests, engine.facts.vocab_size, args.seed)
-        runs: dict[str, Callable[[], Any]] = {
+        runs: dict[str, Callable[[], list[list[int]]]] = {
             "ours": lambda: ours(engine, wanted),
             "generate": lambda: padded_batch(model, wanted),
             "generate_batch": lambda: continuous_batching(model, wanted),
@@ -121,19 +152,16 @@ def main(argv: list[str] | None = None) -> int:
         }
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for i in range(args.rounds + 1):
-            order = list(runs) if i % 2 else list(reversed(runs))
-            for name in order:
-                elapsed = timed(runs[name])
+            for name in runs if i % 2 else reversed(runs):
+                elapsed = timed(runs[name], wanted)
                 print(f"round {i} of {args.rounds}: {name} {elapsed:.1f} s", file=sys.stderr)
-                if i:  # the first round warms up
+                if i:
                     seconds[name].append(elapsed)
         report = engine.report()
     num_tokens = sum(n for _, n in wanted)
     rates = {name: num_tokens / statistics.median(times) for name, times in seconds.items()}
-    result = {
-        "command": " ".join(
-            ["python -m evals.speed.against_transformers", *(argv or sys.argv[1:])]
-        ),
+    return {
+        "machine": records.machine(),
         "output_tokens": num_tokens,
         "prompt_tokens": sum(len(ids) for ids, _ in wanted),
         "seconds": seconds,
@@ -141,12 +169,22 @@ def main(argv: list[str] | None = None) -> int:
         "ratio": {name: rates["ours"] / rate for name, rate in rates.items() if name != "ours"},
         "engine": report,
     }
-    for name, rate in rates.items():
-        print(f"{name:15} {rate:8.1f} tok/s   ours / it = {rates['ours'] / rate:.2f}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        records.check_folder(args.json)
+        result = measure(args)
+    except (UserError, RunError) as error:
+        print(f"outweigh: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    for name, rate in result["tokens_per_s"].items():
+        ratio = result["ratio"].get(name, 1.0)
+        print(f"{name:15} {rate:8.1f} tok/s   ours / it = {ratio:.2f}")
     if args.json:
-        partial = args.json.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, args.json)
+        command = ["python -m evals.speed.against_transformers", *(argv or sys.argv[1:])]
+        records.write(args.json, {"command": " ".join(command), **result})
     return 0
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import os
 import sys
 from collections.abc import Iterable, Sequence as Seq
 from datetime import datetime
@@ -33,6 +31,7 @@ from core.conform import bind
 from core.errors import UserError
 from core.registry import Registry
 from core.testing.clock import Arrival, StepCost, VirtualEngine, percentiles
+from evals import records
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -279,6 +278,7 @@ def main(argv: Seq[str] | None = None) -> int:
     args = parse(argv)
     results = []
     try:
+        records.check_folder(args.json)
         for result in replay(args):
             results.append(result)
             done = f"{result['trace']} {result['utilisation']:g} {result['sched']}"
@@ -288,10 +288,7 @@ def main(argv: Seq[str] | None = None) -> int:
         return 2
     print_results(results)
     if args.json:
-        document = {"arguments": vars(args), "results": results}
-        partial = args.json.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
-        os.replace(partial, args.json)
+        records.write(args.json, {"arguments": vars(args), "results": results})
     return 0
 
 

@@ -11,9 +11,6 @@ the arm without spans.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 from collections import defaultdict
@@ -27,6 +24,7 @@ from core.batch import BatchShape
 from core.errors import RunError, UserError
 from core.registry import Registry
 from core.show import print_rows, progress_bar
+from evals import records
 from evals.speed.steps import decode_ms, prefill_ms
 from plugins.graphs.full import FullGraphs
 
@@ -134,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--json", type=Path)
     args = parser.parse_args(argv)
     try:
+        records.check_folder(args.json)
         found = measure(args)
     except (UserError, RunError) as error:
         print(f"outweigh: error: {error}", file=sys.stderr)
@@ -141,10 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     print_rows(table(found), sys.stdout)
     if args.json:
         command = " ".join(["python -m evals.speed.spans", *(argv or sys.argv[1:])])
-        result = {"command": command, "machine": platform.platform(), "median_ms": found}
-        partial = args.json.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, args.json)
+        result = {"command": command, "machine": records.machine(), "median_ms": found}
+        records.write(args.json, result)
     return 0
 
 

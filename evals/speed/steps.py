@@ -12,9 +12,6 @@ are distinct random ids and prefix sharing is off. Floors: bytes that must be re
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from evals import records
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -156,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     from core.errors import RunError, UserError
 
     try:
+        records.check_folder(args.json)
         with Engine(
             model=args.model,
             kv=args.kv,
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
             rows = measure(engine, args)
             result = {
                 "command": " ".join(["python -m evals.speed.steps", *(argv or sys.argv[1:])]),
-                "machine": platform.platform(),
+                "machine": records.machine(),
                 "engine": engine.report(),
                 **rows,
             }
@@ -185,9 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     _print(rows)
     if args.json:
-        partial = args.json.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, args.json)
+        records.write(args.json, result)
     return 0
 
 

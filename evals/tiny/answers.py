@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import RunError, UserError
 from core.sampling import SamplingParams
 from evals.tiny.intervals import bootstrap, wilson
 from evals.tiny.skills import Item, Pieces, passkey, recall
@@ -160,5 +160,7 @@ def _generate(
     for start in range(0, len(prompts), _BATCH):
         end = start + _BATCH
         outputs += engine.generate(prompts[start:end], params[start:end], progress=False)
+        if failed := next((o.error for o in outputs[start:] if o.error), None):
+            raise RunError(f"a request of {stage} failed, which is no wrong answer: {failed}")
         progress(stage, len(outputs), len(prompts))
     return outputs

@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, explained, reason
+from evals.records import check_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+FIELDS = ("id", "lang", "kind", "source", "text")
 MAX_FILE_BYTES = 40 * 2**20
 HELD_OUT = 0.005  # of the bytes of every part, one document at least
 SPLITS = ("train", "valid")
@@ -89,9 +91,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with lzma.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
-                yield json.loads(line)
-    except (OSError, lzma.LZMAError) as error:
-        raise UserError(f"{path} cannot be read as a corpus ({error}); name a .jsonl.xz") from error
+                row = json.loads(line)
+                yield {name: row[name] for name in FIELDS}
+    except (OSError, EOFError, ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+        raise UserError(
+            f"{path} cannot be read as a corpus ({reason(error)}); name a .jsonl.xz of objects "
+            f"with {', '.join(FIELDS)}"
+        ) from error
 
 
 def part_of(row: dict[str, Any]) -> Part | None:
@@ -174,6 +180,8 @@ def write(
 
     Raises UserError, and writes nothing, where the file would be larger than `max_bytes`.
     """
+    if not rows:
+        raise UserError("no document of the corpus is of a part that MIX names: choose another")
     names = sorted({part for part, _, _ in rows})
     rows = sorted(rows, key=lambda row: (row[1], row[0]))
     figures: dict[str, dict[str, dict[str, int]]] = {
@@ -241,22 +249,31 @@ def load(path: str | Path) -> Packed:
     return Packed(tokens, starts, parts, splits, header["names"], header["figures"])
 
 
-def main() -> None:
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Raises UserError where the folder holds none."""
+    from transformers import PreTrainedTokenizerFast
+
+    with explained(f"{folder} holds no tokeniser", "name the folder of evals.tiny.tokenizer"):
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path, help="documents, one JSON object a line, .xz")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokeniser")
     parser.add_argument("--out", type=Path, required=True, help="the packed file")
     options = parser.parse_args()
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     try:
+        check_folder(options.out)
+        tokenizer = read_tokenizer(options.tokenizer)
         figures = write(list(documents(options.corpus)), tokenizer, options.out)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(figures, indent=1))
     print(f"{options.out}: {options.out.stat().st_size / 2**20:.2f} MiB")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.errors import UserError, explained
+from core.inputs import read_text
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -32,6 +33,11 @@ class Document:
     name: str
     kind: str
     text: str
+
+    @property
+    def place(self) -> str:
+        """What tells it from all others: two folders may hold files of one name."""
+        return f"{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,7 @@ def read_documents(data: Path, kinds: tuple[str, ...] = (*FOLDERS, RECENT)) -> l
 
 def _folder(path: Path) -> list[Document]:
     return [
-        Document(file.stem, path.name, file.read_text(encoding="utf-8"))
-        for file in sorted(path.glob("*.txt"))
+        Document(file.stem, path.name, read_text(str(file))) for file in sorted(path.glob("*.txt"))
     ]
 
 
@@ -124,7 +129,7 @@ def first_lines(books: list[Document], num: int) -> list[str]:
 def excerpts(engine: Engine, documents: list[Document], num: int, size: int) -> list[list[int]]:
     """`num` runs of `size` tokens, one from the middle of a document, the kinds in turn.
 
-    Fewer where not so many documents are so long.
+    Fewer where not so many documents are so long. Raises UserError where none is.
     """
     by_kind: dict[str, list[Document]] = {}
     for document in documents:
@@ -139,4 +144,6 @@ def excerpts(engine: Engine, documents: list[Document], num: int, size: int) -> 
         if len(ids) >= size:
             start = (len(ids) - size) // 2
             found.append(ids[start : start + size])
+    if not found:
+        raise UserError(f"no document has {size} tokens: lower --text-tokens or give longer ones")
     return found

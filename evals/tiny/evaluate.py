@@ -14,9 +14,6 @@ cannot be carried out.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import RunError, UserError
 from core.show import console, print_rows, progress_bar
+from evals import records
 from evals.tiny.answers import (
     DEPTHS,
     LENGTHS,
@@ -77,10 +75,10 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for i, dtype in enumerate(args.dtype):
         with make_engine(args, dtype, args.kv) as engine:
             if i == 0:
-                results["engine"] = engine.report()
                 results |= dict(_once(engine, args, progress))
             for name, part in _each_dtype(engine, args, progress):
                 results.setdefault(name, {})[dtype] = part
+            results.setdefault("engines", {})[dtype] = engine.report()
     if "damage" in args.only:
         results["damage"] = _damage(args, progress)
     return results
@@ -201,6 +199,7 @@ def _count(text: str) -> int:
 def main(argv: Seq[str] | None = None) -> int:
     args = parse(argv)
     try:
+        records.check_folder(args.json)
         with progress_bar(sys.stderr) as progress:
             results = evaluate(args, progress)
     except (UserError, RunError) as error:
@@ -211,17 +210,10 @@ def main(argv: Seq[str] | None = None) -> int:
     if args.json:
         rows = [gate.as_row() for gate in found]
         document = {
-            "arguments": vars(args), "machine": platform.platform(), **results, "gates": rows,
+            "arguments": vars(args), "machine": records.machine(), **results, "gates": rows,
         }  # fmt: skip
-        write_json(args.json, document)
+        records.write(args.json, document)
     return int(not all(gate.holds for gate in found))
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """All of it or nothing: what stood there before stays until the new file is whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def show(results: dict[str, Any], found: list[Gate]) -> None:

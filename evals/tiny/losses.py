@@ -46,9 +46,10 @@ class Positions:
 
 @dataclass(frozen=True)
 class Window:
-    """One window of a document: `nats` float64 [n - 1] is the loss of each token but the first.
+    """One window of a document, `kind/name`.
 
-    `bytes_before` and `num_bytes` place those tokens in the document's UTF-8.
+    `nats` float64 [n - 1] is the loss of each token but the first. `bytes_before` and `num_bytes`
+    place those tokens in the document's UTF-8.
     """
 
     document: str
@@ -73,7 +74,7 @@ def losses(
         for span in its_spans:
             nats = token_nats(engine, span.token_ids)
             place = span.bytes_before, span.num_bytes
-            found.append(Window(document.name, document.kind, nats, *place))
+            found.append(Window(document.place, document.kind, nats, *place))
             progress("losses", len(found), total)
     return found
 
@@ -99,7 +100,7 @@ def bits_per_byte(
     """
     of_bytes: dict[str, NDArray[Any]] = {}
     for document in documents:
-        of_bytes[document.name] = byte_model.nats(document.text)
+        of_bytes[document.place] = byte_model.nats(document.text)
         progress("byte model", len(of_bytes), len(documents))
     chosen = [window for window in windows if window.document in of_bytes]
     rows = np.array([_row(window, of_bytes[window.document]) for window in chosen])

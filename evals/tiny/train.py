@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.errors import UserError, explained
+from core.errors import UserError, explained, reason
 from evals.tiny import corpus
 from evals.tiny.batches import Batches, Stream, in_background
+from evals.tiny.corpus import read_tokenizer
 from evals.tiny.muon import Muon
 from evals.tiny.recipe import Recipe, Stage
 from evals.tiny.skills import ANSWER, TEXT, Pieces
@@ -201,7 +202,7 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self.path, self.thread = path, threading.Thread()
-        self.last = time.monotonic()
+        self.last, self.failure = time.monotonic(), ""
 
     def save(self, state: dict[str, Any]) -> None:
         self.wait()
@@ -211,12 +212,20 @@ class Checkpoints:
 
     def _write(self, state: dict[str, Any]) -> None:
         beside = self.path.with_suffix(".tmp")
-        torch.save(state, beside)
-        os.replace(beside, self.path)
+        try:
+            torch.save(state, beside)
+            os.replace(beside, self.path)
+        except (OSError, RuntimeError) as error:  # torch's for a full disk; `wait` tells of it
+            self.failure = reason(error)
 
     def wait(self) -> None:
+        """Until the last one is written. Raises UserError where it could not be."""
         if self.thread.ident is not None:
             self.thread.join()
+        if self.failure:
+            raise UserError(
+                f"{self.path} could not be written ({self.failure}): make room, then --resume"
+            )
 
 
 def _log_from(path: Path, step: int) -> Any:
@@ -331,6 +340,8 @@ def plot(folder: Path) -> Path:
     steps = [row for row in rows if "loss" in row]
     checks = [row for row in rows if "validation" in row]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=90)
+    if not steps:
+        raise UserError(f"{folder}/log.jsonl has no step in it: train first")
     millions = [row["tokens"] / 1e6 for row in steps]
     axes.plot(millions, [row["text_loss"] for row in steps], lw=0.8, label="text, trained on")
     axes.plot(millions, [row["answer_loss"] for row in steps], lw=0.8, label="answers, trained on")
@@ -346,6 +357,13 @@ def plot(folder: Path) -> Path:
     return folder / "loss.png"
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return value
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -356,9 +374,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--max-minutes", type=float, default=float("inf"), help="stop before, with a checkpoint")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--steps-scale", type=float, default=1.0, help="multiplies the number of tokens")
-    add("--num-tokens", type=int, help="of the whole training")
-    add("--tokens-per-step", type=int)
-    add("--max-length", type=int, help="leave out the stages that are longer")
+    add("--num-tokens", type=_count, help="of the whole training")
+    add("--tokens-per-step", type=_count)
+    add("--max-length", type=_count, help="leave out the stages that are longer")
     add("--compile", choices=("full", "layers", "none"), help="default: full on CUDA, else none")
     add("--attention", choices=tuple(ATTENTION), default="auto", help="kernel of the attention")
     add("--workers", type=int, help="processes that make batches; default 12 on CUDA, else 0")
@@ -395,11 +413,11 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
 
 
 def train(options: argparse.Namespace, started: float) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     recipe = recipe_of(options)
     on_cuda = options.device.startswith("cuda")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
+    if on_cuda and not torch.cuda.is_available():
+        raise UserError(f"torch {torch.__version__} sees no CUDA device: give --device cpu")
+    tokenizer = read_tokenizer(options.tokenizer)
     packed, pieces = corpus.load(options.data), Pieces(tokenizer)
     batches, held_out = (
         Batches(recipe, Stream(packed, split, tokenizer.eos_token_id, recipe.seed), pieces)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from core.facts import ModelFacts
     from core.model import Site
     from core.seams import KVSink
+    from core.weights import ModelWeights
 
 # A node of a layer, and the field of its weight.
 _LINEAR = {"qkv_proj": "qkv", "o_proj": "o", "gate_up": "gate_up", "down": "down"}
@@ -39,14 +40,13 @@ class OneDnnFusion:
     lossless: ClassVar[bool] = True
 
     class Config(OfferConfig):
-        pack: bool | None = Field(
-            None,
-            description="keep a second copy of the weights in oneDNN's layout; null: where it "
-            "takes less than half of the free memory",
+        pack: bool = Field(
+            True, description="keep a second copy of the weights, in oneDNN's own layout"
         )
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or self.Config()
+        self._products: _Products | None = None  # of the decoder that is being built
 
     def spans(self, facts: ModelFacts, device: torch.device) -> list[Span]:
         """A span a linear node. Raises UserError off the CPU, and where torch has no oneDNN."""
@@ -58,19 +58,24 @@ class OneDnnFusion:
                 f"fusion 'onednn' needs a CPU and a torch with oneDNN, and this {what} is "
                 f"{device} with torch {torch.__version__}: choose --fusion none"
             )
-        pack = self.config.pack
-        if pack is None:
-            pack = _linear_bytes(facts) < psutil.virtual_memory().available / 2
-        weights = _Weights(pack)
+        self._products = products = _Products()
         runs: dict[str, Callable[..., Any]] = {
-            node: partial(_linear, weights, field) for node, field in _LINEAR.items()
+            node: partial(_linear, products, field) for node, field in _LINEAR.items()
         }
-        runs["lm_head"] = partial(_lm_head, weights)
+        runs["lm_head"] = partial(_lm_head, products)
         return [Span(name, (name,), run, _is_known) for name, run in runs.items()]
+
+    def weights(self, weights: ModelWeights) -> None:
+        """Pack them. Raises UserError where the memory does not hold the copy."""
+        products, self._products = self._products, None
+        assert products is not None, "spans come first"
+        if self.config.pack:
+            layers = [getattr(w, field) for w in weights.layers for field in _LINEAR.values()]
+            products.pack([*layers, weights.lm_head])
 
 
 def _is_known(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
-    """float16, which few CPUs compute in, stays with the plain nodes."""
+    """float16, which few CPUs compute in, and bfloat16 without its instructions stay plain."""
     import torch
 
     if facts.dtype == torch.bfloat16:
@@ -78,46 +83,46 @@ def _is_known(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
     return facts.dtype == torch.float32
 
 
-def _linear_bytes(facts: ModelFacts) -> int:
-    """Bytes of all linear weights."""
-    attention = sum(facts.qkv_sizes) + facts.qkv_sizes[0]
-    layer = facts.hidden_size * (attention + 3 * facts.intermediate_size)
-    weights = facts.num_layers * layer + facts.vocab_size * facts.hidden_size
-    return weights * int(facts.dtype.itemsize)
+class _Products:
+    """Products with the linear weights of one decoder, by what torch's own compiler emits for them
+    on a CPU."""
 
-
-class _Weights:
-    """Linear weights as oneDNN is to read them, packed when they are first used.
-
-    One a decoder: weights are told apart by identity, which holds while the decoder keeps them.
-    """
-
-    def __init__(self, pack: bool) -> None:
+    def __init__(self) -> None:
         import torch
 
-        # What torch's own compiler emits for a linear layer on a CPU.
         self.linear = torch.ops.mkldnn._linear_pointwise
-        self._reorder = torch.ops.mkldnn._reorder_linear_weight
-        self._pack = pack
-        self._packed: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, kept alive
+        self._packed: dict[int, tuple[Tensor, Tensor]] = {}  # by identity; with what is packed
 
-    def __call__(self, weight: Tensor) -> Tensor:
-        if not self._pack:
-            return weight
-        if id(weight) not in self._packed:
-            self._packed[id(weight)] = weight, self._reorder(weight)
-        return self._packed[id(weight)][1]
+    def pack(self, weights: list[Tensor]) -> None:
+        """Copy the weights into oneDNN's layout."""
+        import torch
+
+        needed, free = sum(w.nbytes for w in weights), psutil.virtual_memory().available
+        if needed > free:
+            raise UserError(
+                f"oneDNN's copy of the weights takes {needed / 2**30:.1f} GiB and "
+                f"{free / 2**30:.1f} GiB are free: give --set fusion.pack=false"
+            )
+        if weights[0].dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return
+        for weight in weights:
+            self._packed[id(weight)] = weight, torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        _, packed = self._packed.get(id(weight), (None, weight))
+        y: Tensor = self.linear(x, packed, bias, "none", [], "")
+        return y
 
 
 def _linear(
-    weights: _Weights, field: str, sites: tuple[Site], batch: Batch, x: Tensor
+    products: _Products, field: str, sites: tuple[Site], batch: Batch, x: Tensor
 ) -> tuple[Tensor]:
     layer = sites[0].weights
-    bias = getattr(layer, f"{field}_bias", None)
-    return (weights.linear(x, weights(getattr(layer, field)), bias, "none", [], ""),)
+    return (products(x, getattr(layer, field), getattr(layer, f"{field}_bias", None)),)
 
 
-def _lm_head(weights: _Weights, sites: tuple[Site], batch: Batch, hidden: Tensor) -> tuple[Tensor]:
-    rows = hidden[batch.logit_rows]
-    logits = weights.linear(rows, weights(sites[0].model.lm_head), None, "none", [], "")
+def _lm_head(
+    products: _Products, sites: tuple[Site], batch: Batch, hidden: Tensor
+) -> tuple[Tensor]:
+    logits = products(hidden[batch.logit_rows], sites[0].model.lm_head)
     return (logits if batch.logits is None else batch.logits.copy_(logits),)

@@ -43,21 +43,27 @@ def test_float16_is_left_to_the_plain_nodes():
     assert "gate_up" in spans_that_apply(torch.float32)
 
 
-def test_packs_where_the_copy_fits_in_memory(monkeypatch):
-    """Half of what is free: the rest of the run needs memory too."""
+def test_a_copy_that_memory_does_not_hold_is_refused(monkeypatch):
+    """2 layers of 64: qkv 256, o 128, gate and up 256, down 128 wide; and a head of 320."""
+    num_bytes = 4 * (2 * 64 * (256 + 128 + 256 + 128) + 320 * 64)
+    memory = type("Memory", (), {"available": num_bytes - 1})
+    monkeypatch.setattr("plugins.fusion.onednn.psutil.virtual_memory", lambda: memory)
+    given = {"model": "random:tiny", "device": "cpu", "kv_cache_bytes": "1MiB"}
+    given |= {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 64}
+    with pytest.raises(UserError, match="0.0 GiB are free: give --set fusion.pack=false"):
+        Engine(**given)
+    with Engine(**given, settings={"fusion.pack": False}) as engine:
+        assert engine.generate(["Hello"])[0].token_ids
+    memory.available = num_bytes
+    with Engine(**given) as engine:
+        assert engine.generate(["Hello"])[0].token_ids
 
-    def packs(num_free_bytes: int) -> bool:
-        memory = type("Memory", (), {"available": num_free_bytes})
-        monkeypatch.setattr("plugins.fusion.onednn.psutil.virtual_memory", lambda: memory)
-        spans = OneDnnFusion().spans(facts(torch.float32), torch.device("cpu"))
-        weight = torch.ones(32, 32)
-        return spans[0].run.args[0](weight) is not weight
 
-    with Engine(model="random:tiny", device="cpu") as engine:
-        weights = engine._parts.model.weights
-    layers = [w for one in weights.layers for w in (one.qkv, one.o, one.gate_up, one.down)]
-    num_bytes = sum(w.nbytes for w in [*layers, weights.lm_head])
-    assert packs(2 * num_bytes + 1) and not packs(2 * num_bytes)
+def test_float16_is_refused_by_name_and_auto_goes_round_it():
+    with pytest.raises(UserError, match="no products in float16: choose --fusion none"):
+        Engine(model="random:tiny", device="cpu", dtype="float16", fusion="onednn")
+    with Engine(model="random:tiny", device="cpu", dtype="float16") as engine:
+        assert engine.config.fusion == "none"
 
 
 def test_refuses_a_gpu():

@@ -1,0 +1,29 @@
+"""What every measurement writes: one JSON document, whole or not at all, and where it was made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+
+
+def check_folder(path: Path | None) -> None:
+    """Refuse a file whose folder is not there before hours are spent on what it is to hold."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{path} cannot be written, its folder is not there: make it first")
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """What stood there before stays until the new file is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def machine() -> str:
+    """System, architecture and number of processors; the GPU stands in the engine's report."""
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
