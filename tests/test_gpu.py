@@ -39,7 +39,7 @@ def engine(model, **options):
 
 
 @pytest.mark.parametrize("graphs", ["decode", "full"])
-@pytest.mark.parametrize("kv", ["contiguous", "paged"])
+@pytest.mark.parametrize("kv", ["contiguous", "paged", "paged_int8"])
 @pytest.mark.parametrize("fusion", ["none", "triton"])
 def test_replay_equals_eager_at_the_same_padded_shape_bit_for_bit(checkpoint, graphs, kv, fusion):
     with engine(checkpoint, graphs=graphs, kv=kv, fusion=fusion) as e:
@@ -105,6 +105,20 @@ def test_the_gpu_agrees_with_the_cpu_in_float32(checkpoint):
     with engine(checkpoint, device="cpu", dtype="float32") as e:
         on_cpu = [o.token_ids for o in e.generate(prompts(), params)]
     assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("fusion", ["none", "triton"])
+def test_int8_scores_as_on_a_cpu_in_float32(checkpoint, fusion):
+    """A fresh chunk, and one that reads it from codes; a tie between codes may fall either way."""
+    ids = np.random.default_rng(8).integers(3, 290, 480).tolist()
+    found = []
+    for options in ({"fusion": fusion}, {"device": "cpu"}):
+        with engine(checkpoint, kv="paged_int8", dtype="float32", **options) as e:
+            parts = e.score(ids, lambda first, logits, _: logits.log_softmax(-1).cpu())
+        found.append(torch.cat(parts))
+    on_gpu, on_cpu = found
+    kl = (on_cpu.exp() * (on_cpu - on_gpu)).sum(-1)
+    assert kl.mean() < 1e-6 and kl.max() < 1e-4
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -364,7 +364,7 @@ def test_losses_are_those_of_transformers(engine, model, data):
         logits = reference_logits(model, span.token_ids).log_softmax(-1)
         expected = -logits[range(len(span.token_ids) - 1), span.token_ids[1:]]
         assert np.abs(window.nats - expected.numpy()).max() < 1e-3
-        assert (window.document, window.kind) == (document.name, document.kind)
+        assert (window.document, window.kind) == (document.place, document.kind)
         assert (window.bytes_before, window.num_bytes) == (span.bytes_before, span.num_bytes)
 
 
@@ -491,7 +491,8 @@ def test_excerpts_take_the_kinds_in_turn(engine, data):
     assert found[0] == ids[(len(ids) - 100) // 2 :][:100]
     second = engine.tokenizer.encode(documents[2].text)
     assert found[1] == second[(len(second) - 100) // 2 :][:100]
-    assert excerpts(engine, documents, 5, 10**6) == []
+    with pytest.raises(UserError, match="no document has 1000000 tokens"):
+        excerpts(engine, documents, 5, 10**6)
 
 
 # ---------------------------------------- damage

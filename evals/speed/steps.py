@@ -75,20 +75,23 @@ def decode_ms(
     from core.sampling import SamplingParams
 
     warm_up, prompt_len = 8, context - steps // 2
-    params = SamplingParams(max_tokens=steps + 2 * warm_up + 2, ignore_eos=True)
+    # The first to decode are ahead by as many tokens as steps are spent on the prompts of the rest;
+    # were they to end while steps are timed, the batch would not be full.
+    ahead = batch * prompt_len // engine.limits.max_num_batched_tokens + 2
+    prompt_len = max(1, prompt_len - ahead // 2 - warm_up)
+    params = SamplingParams(max_tokens=steps + warm_up + ahead + 4, ignore_eos=True)
     for _ in range(batch):
-        engine.add_request(
-            rng.integers(0, engine.facts.vocab_size, prompt_len - warm_up).tolist(), params
-        )
+        engine.add_request(rng.integers(0, engine.facts.vocab_size, prompt_len).tolist(), params)
     decoding: set[str] = set()
     while len(decoding) < batch:
         decoding.update(event.request_id for event in engine.step())
     for _ in range(warm_up):
         engine.step()
-    stamps = [time.perf_counter()]
+    stamps, ended = [time.perf_counter()], False
     for _ in range(steps):
-        engine.step()
+        ended = any(event.output for event in engine.step()) or ended
         stamps.append(time.perf_counter())
+    assert not ended, "a request ended while a full batch was timed"
     while engine.has_unfinished():
         engine.step()
     return [gap * 1e3 for gap in np.diff(stamps)]

@@ -29,7 +29,8 @@ def _always(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
 def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
     """The kernel's tile is a head's halves, so they must be powers of two."""
     is_power = facts.head_dim & (facts.head_dim - 1) == 0
-    return sink is not None and sink.kind == "blocks" and is_power and facts.head_dim >= 16
+    is_known = sink is not None and sink.kind in ("blocks", "int8_blocks")
+    return is_known and is_power and facts.head_dim >= 16
 
 
 class TritonFusion:

@@ -117,7 +117,7 @@ class CudaPath:
         )
 
     def _prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
-        s, shape = self._storage, batch.shape
+        s = self._storage
         prefill_attention(
             q,
             s.k[layer],
@@ -126,11 +126,15 @@ class CudaPath:
             batch.slots,
             batch.query_start,
             batch.seq_lens,
-            batch.kv["tiles"][: max_tiles(shape.num_tokens, shape.num_seqs)],
+            self._tiles(batch),
             block_size=s.block_size,
             scale=self._scale,
             out=out,
         )
+
+    def _tiles(self, batch: Batch) -> Tensor:
+        """The list of prefill tiles, as long as a step of this shape may need."""
+        return batch.kv["tiles"][: max_tiles(batch.shape.num_tokens, batch.shape.num_seqs)]
 
     def _fresh_tokens(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         k, v = self._fresh

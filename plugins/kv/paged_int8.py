@@ -18,19 +18,14 @@ if TYPE_CHECKING:
 
     from core.batch import Limits
     from core.facts import ModelFacts
-    from core.seams import KVSink
     from core.weights import LayerWeights
     from plugins.kv.smoothing import KeyMoments
 
 
 class PagedInt8(Paged):
-    """INT8 codes with a float32 scale for each token and head, of K and of V; keys are smoothed.
-
-    Plain torch on every device, so far, and it needs the host's view of a step: no graphs.
-    """
+    """INT8 codes with a float32 scale for each token and head, of K and of V; keys are smoothed."""
 
     lossless: ClassVar[bool] = False
-    graph_safe: ClassVar[bool] = False
     # Of the kv suite: attention's worst error over values in [-1, 1), and bytes of a token of its
     # tiny model: 2 tensors, 2 layers, 2 heads of 32 codes and a scale.
     held_to: ClassVar[Mapping[str, float]] = {"tolerance": 0.02, "bytes_per_token": 288}
@@ -83,8 +78,7 @@ class PagedInt8(Paged):
     def bind(
         self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device
     ) -> None:
-        from plugins.kv.int8_path import Int8Path
-        from plugins.kv.int8_storage import allocate
+        from plugins.kv.int8_storage import allocate, device_path
         from plugins.kv.smoothing import read_range
 
         self.bind_host(facts, limits, kv_cache_bytes)
@@ -96,7 +90,7 @@ class PagedInt8(Paged):
             block_size=self.block_size,
             table_width=self.tables.num_columns,
         )
-        self.path = Int8Path(facts, self.storage)
+        self.path = device_path(facts, self.storage)
         self._smooth(facts, limits)
         if self.config.key_range is not None:
             self.calibrate(read_range(self.config.key_range, facts).to(device))
@@ -127,7 +121,3 @@ class PagedInt8(Paged):
                 "other factors: calibrate before the first request"
             )
         self.storage.k_factor.copy_(from_range(key_range, self.storage.k_shift))
-
-    def sink(self, layer: int) -> KVSink | None:
-        """None: only `write` knows codes and scales."""
-        return None

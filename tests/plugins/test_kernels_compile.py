@@ -26,7 +26,13 @@ from triton.runtime import JITFunction  # noqa: E402
 
 SHARED_BYTES = 227 * 1024  # that one program may have on sm_90
 SM_SHARED_BYTES = 228 * 1024  # that an SM has; every program takes 1 KB of it beside its own
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
 
 
 class Launch(NamedTuple):
@@ -94,6 +100,7 @@ def compile_all(launches, folder):
     found = [compile_launch(launch, folder) for launch in launches]
     assert found
     for kernel in found:
+        print(f"{kernel.name}: {kernel.num_registers} registers, {kernel.shared_bytes} B shared")
         assert kernel.stack_bytes == 0, f"{kernel.name} spills, at {kernel.num_registers} registers"
         assert kernel.shared_bytes <= SHARED_BYTES
     return {kernel.name: kernel for kernel in found}
@@ -157,11 +164,103 @@ def test_prefill(launches, tmp_path, shape):
     assert "wgmma.mma_async" in prefill.ptx
 
 
+# In tiles of 8 KB, blocks that are contained, contain, and do neither; up to 16 heads a group.
+INT8_MODELS = [
+    *(shape for shape in MODELS if shape[3]),
+    (16, 1, 128, 16),
+    (7, 1, 128, 5),
+    (4, 4, 64, 8),
+    (4, 4, 64, 1),
+]
+
+
+def int8_attention(shape, num_tokens, dtype=torch.bfloat16):
+    """As `attention`, codes and scales of keys and values beside the factor of keys."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    q = empty(num_tokens, num_heads, head_dim, dtype=dtype)
+    codes = (
+        empty(1000, num_kv_heads, block_size, head_dim, dtype=torch.int8),
+        empty(1000, num_kv_heads, head_dim, block_size, dtype=torch.int8),
+    )
+    scale = empty(1000, num_kv_heads, block_size, dtype=torch.float32)
+    factor = empty(num_kv_heads, head_dim, dtype=torch.float32)
+    static = {"block_size": block_size, "scale": head_dim**-0.5, "out": torch.empty_like(q)}
+    return q, factor, codes, (scale, scale), ints(257, 300), ints(256), static
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+@pytest.mark.parametrize("shape", INT8_MODELS, ids=str)
+def test_decode_int8(launches, tmp_path, shape, num_rows):
+    """Keys meet queries as INT8; no byte is loaded alone, neither from memory nor from shared."""
+    from plugins.kv.kernels.decode_int8 import decode_int8
+
+    *given, static = int8_attention(shape, num_rows)
+    decode_int8(*given, ints(256), ints(1), num_rows=num_rows, **static)
+    decode = compile_all(launches, tmp_path)["_decode_int8_kernel"]
+    assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in decode.ptx
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in decode.ptx
+    assert "ld.shared.b8" not in decode.ptx and "ld.shared.u8" not in decode.ptx
+    assert 3 * (decode.shared_bytes + 1024) <= SM_SHARED_BYTES
+    # Two warps a program.
+    assert 3 * 64 * decode.num_registers <= 1 << 16, "fewer than three programs share an SM"
+    if shape[3] % 16 == 0:
+        assert not re.search(r"ld\.global[.\w]*\.[bsu]8\b", decode.ptx)
+        assert wide_copies(decode.ptx) >= 24, "keys and values come in 16-byte copies"
+        assert pending_copies(decode.ptx) >= 4, "a tile's two codes and two scales are in flight"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_int8_in_every_dtype(launches, tmp_path, head_dim, dtype):
+    from plugins.kv.kernels.decode_int8 import decode_int8
+    from plugins.kv.kernels.prefill_int8 import prefill_int8
+
+    *given, static = int8_attention((8, 4, head_dim, 16), 256, dtype)
+    decode_int8(*given, ints(256), ints(1), num_rows=256, **static)
+    prefill_int8(*given, ints(257), ints(256), ints(318, 2), **static)
+    compile_all(launches, tmp_path)
+
+
+@pytest.mark.parametrize("shape", INT8_MODELS, ids=str)
+def test_prefill_int8(launches, tmp_path, shape):
+    from plugins.kv.kernels.prefill_int8 import prefill_int8
+
+    *given, static = int8_attention(shape, 8192)
+    prefill_int8(*given, ints(257), ints(256), ints(318, 2), **static)
+    prefill = compile_all(launches, tmp_path)["_prefill_int8_kernel"]
+    assert "wgmma.mma_async" in prefill.ptx
+    if shape[3] % 16 == 0:
+        assert wide_copies(prefill.ptx) >= 12 and pending_copies(prefill.ptx) >= 4
+
+
+@pytest.mark.parametrize("has_fresh", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_write_int8(launches, tmp_path, head_dim, has_fresh):
+    """Divisions as torch's: codes depend on the last bit."""
+    from plugins.kv.kernels.write_int8 import write_int8
+
+    heads = empty(8192, 32, head_dim)
+    _, factor, codes, scales, *_ = int8_attention((32, 8, head_dim, 16), 1)
+    fresh = (empty(8192, 8, head_dim), empty(8192, 8, head_dim)) if has_fresh else None
+    given = (heads[:, 16:24], heads[:, 24:], factor, factor, codes, scales)
+    write_int8(*given, ints(8192), 16, fresh=fresh)
+    ptx = compile_all(launches, tmp_path)["_write_int8_kernel"].ptx
+    assert "div.rn.f32" in ptx and "div.full.f32" not in ptx and "rcp.approx" not in ptx
+
+
+def wide_copies(ptx):
+    """Copies of 16 bytes into shared memory."""
+    return len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx))
+
+
+def pending_copies(ptx):
+    """Groups of them that stay outstanding when the first is used."""
+    return max(int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx))
+
+
 def two_stages_ahead(ptx):
     """Some of the 16-byte copies into shared memory stay outstanding when the first is used."""
-    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
-    pending = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)]
-    return len(copies) >= 12 and max(pending) >= 2
+    return wide_copies(ptx) >= 12 and pending_copies(ptx) >= 2
 
 
 @pytest.mark.parametrize("has_fresh", [False, True])
@@ -212,6 +311,31 @@ def test_qk_rope_write(launches, tmp_path, shape, has_norm):
     )  # fmt: skip
     ptx = compile_all(launches, tmp_path)["_qk_rope_write_kernel"].ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+    assert not re.search(r"fma\.rn(\.ftz)?\.bf16", ptx), "a product of rope lost its rounding"
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", [(16, 8, 128), (32, 8, 128), (14, 2, 64)], ids=str)
+def test_qk_rope_write_int8(launches, tmp_path, shape, has_norm):
+    from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8
+    from plugins.kv.int8_storage import Int8Sink
+
+    num_heads, num_kv_heads, head_dim = shape
+    _, factor, codes, scales, *_ = int8_attention((*shape, 16), 1)
+    angles = empty(4096, head_dim // 2, dtype=torch.float32)
+    gains = (empty(head_dim), empty(head_dim)) if has_norm else None
+    fresh = (empty(8192, num_kv_heads, head_dim), empty(8192, num_kv_heads, head_dim))
+    sink = Int8Sink(
+        "int8_blocks", *codes, 16, ints(8192), fresh, k_scale=scales[0], v_scale=scales[1],
+        k_shift=factor, k_factor=factor,
+    )  # fmt: skip
+    qkv = empty(8192, (num_heads + 2 * num_kv_heads) * head_dim)
+    qk_rope_write_int8(
+        qkv, gains, angles, angles, ints(8192), sink, fresh, num_heads=num_heads, eps=1e-6
+    )
+    ptx = compile_all(launches, tmp_path)["_qk_rope_write_int8_kernel"].ptx
+    assert "ld.global.v4" in ptx and "div.rn.f32" in ptx
+    assert ptx.count("div.full.f32") == 2 * has_norm, "only the mean of squares need not be exact"
     assert not re.search(r"fma\.rn(\.ftz)?\.bf16", ptx), "a product of rope lost its rounding"
 
 

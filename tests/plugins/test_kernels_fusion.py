@@ -183,6 +183,66 @@ def test_qk_rope_write(place, shape, has_norm, has_fresh):
         assert cache.transpose(1, 2)[~used].isnan().all(), "a place that no token owns was written"
 
 
+@pytest.mark.parametrize("has_fresh", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_qk_rope_write_int8(place, shape, has_norm, has_fresh):
+    """What the plain span stores, rounded to codes bit for bit as the cache's own write does."""
+    from plugins.fusion.kernels.qk_rope_write import qk_rope_write
+    from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8
+    from plugins.kv.int8_storage import Int8Sink
+    from plugins.kv.kernels.write_int8 import write_int8_reference
+
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    num_tokens, num_blocks = 5, 12
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = randn(place, num_tokens, width + 16, scale=2.0)[:, :width]
+    gains = (randn(place, head_dim, seed=3), randn(place, head_dim, seed=4)) if has_norm else None
+    given = (qkv, gains, *turns(place, 40, head_dim), ints(place, [39, 0, 7, 7, 21]))
+    places = ints(place, [11, 3, 5, 0, 8, 2, 2])
+    eps = {"num_heads": num_heads, "eps": 1e-6}
+
+    blocks = (num_blocks, num_kv_heads, block_size)
+    plain = [poisoned(randn(place, *blocks, head_dim)) for _ in "kv"]
+    wanted_q = qk_rope_write(*given, tuple(plain), places, None, block_size=block_size, **eps)
+    at = places[:num_tokens].long()
+    k, v = (cache[at // block_size, :, at % block_size] for cache in plain)
+    smoothing = torch.rand(2, num_kv_heads, head_dim, generator=torch.Generator().manual_seed(6))
+    shift, factor = smoothing.to(place[0]) + 0.05
+
+    def empty(device):
+        codes = torch.full((*blocks, head_dim), 99, dtype=torch.int8, device=device)
+        transposed = torch.full((*blocks[:2], head_dim, block_size), 99, dtype=torch.int8)
+        scales = torch.full((2, *blocks), 7.0, device=device)
+        room = (2, num_tokens + 1, num_kv_heads, head_dim)
+        fresh = torch.full(room, torch.nan, dtype=place[1], device=device)
+        return codes, transposed.to(device), *scales, *fresh
+
+    found, wanted = empty(place[0]), empty("cpu")
+    sink = Int8Sink(
+        "int8_blocks", *found[:2], block_size, places, found[4:], k_scale=found[2],
+        v_scale=found[3], k_shift=shift, k_factor=factor,
+    )  # fmt: skip
+    q = qk_rope_write_int8(*given, sink, sink.fresh if has_fresh else None, **eps)
+    write_int8_reference(
+        *(x.cpu() for x in (k, v, shift, factor)), wanted[:2], wanted[2:4], places.cpu(),
+        block_size, wanted[4:] if has_fresh else None,
+    )  # fmt: skip
+    # In float32 two kernels may fuse a product and a sum differently, and an ulp turns a code.
+    exact = place[1] != torch.float32 or place[0] == "cpu"
+    atol = {"codes": 0, "scales": 0, "values": 0}
+    if not exact:
+        atol = {"codes": 1, "scales": 1e-6, "values": 1.5 * float(found[2:4][0].max())}
+    assert q.is_contiguous()
+    torch.testing.assert_close(q, wanted_q, rtol=0, atol=0 if exact else 2e-6)
+    kinds = ("codes", "codes", "scales", "scales", "values", "values")
+    for kind, made, expected in zip(kinds, found, wanted, strict=True):
+        torch.testing.assert_close(made.cpu(), expected, rtol=0, atol=atol[kind], equal_nan=True)
+        if kind == "codes":
+            assert (made.cpu() != expected).float().mean() <= (0 if exact else 1e-3)
+    assert found[4].isnan().all() != has_fresh
+
+
 # ------------------------------------------------------------------------------------------- sample
 
 
@@ -358,8 +418,9 @@ def test_keys_and_values_are_written_only_where_the_sink_is_known():
     assert tuple(spans) == NAMES
     write = spans["qk_rope_write"]
     facts = SimpleNamespace(head_dim=64)
-    sink = SimpleNamespace(kind="blocks")
-    assert write.when(8, facts, sink)
+    for kind in ("int8_blocks", "blocks"):
+        sink = SimpleNamespace(kind=kind)
+        assert write.when(8, facts, sink)
     assert not write.when(8, facts, None)
     assert not write.when(8, facts, SimpleNamespace(kind="int8"))
     assert not write.when(8, SimpleNamespace(head_dim=80), sink)

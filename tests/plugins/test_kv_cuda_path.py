@@ -1,4 +1,4 @@
-"""The CUDA route of both offers without a GPU: kernels in Triton's interpreter.
+"""The CUDA route of all offers without a GPU: kernels in Triton's interpreter.
 
 The interpreter runs in a process of its own, because TRITON_INTERPRET must be set before triton is
 imported. It is slow, so only the clauses about writing and reading are asked, and traces are short.
@@ -11,17 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import Limits  # noqa: E402
+from core.testing.dense import run_dense_step  # noqa: E402
 from core.testing.kv import KVManagerSuite  # noqa: E402
 from core.testing.oracle import PageOracle  # noqa: E402
 from core.testing.rig import Rig  # noqa: E402
 from plugins.kv.contiguous import Contiguous  # noqa: E402
 from plugins.kv.paged import Paged  # noqa: E402
+from plugins.kv.paged_int8 import PagedInt8  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,15 +61,37 @@ def _route(offer):
     class Interpreted(offer):
         def bind(self, facts, limits, kv_cache_bytes, device):
             from plugins.kv.cuda_path import CudaPath
+            from plugins.kv.int8_cuda_path import Int8CudaPath
 
             super().bind(facts, limits, kv_cache_bytes, device)
             scratch = torch.zeros(
                 2, limits.max_num_batched_tokens, facts.num_kv_heads, facts.head_dim
             )
             self.storage.fresh = scratch[0], scratch[1]
-            self.path = CudaPath(facts, self.storage)
+            if offer is Used:
+                v = self.storage.v.transpose(-1, -2).contiguous()
+                self.storage.v = v.transpose(-1, -2)
+                self.path = Int8CudaPath(facts, self.storage)
+            else:
+                self.path = CudaPath(facts, self.storage)
 
     return Interpreted
+
+
+class Used(PagedInt8):
+    """Smoothed unevenly, over memory that somebody has used."""
+
+    def bind(self, facts, limits, kv_cache_bytes, device):
+        super().bind(facts, limits, kv_cache_bytes, device)
+        s, generator = self.storage, torch.Generator().manual_seed(1)
+        for stale, value in ((s.k, 100), (s.v, -100), (s.k_scale, 10), (s.v_scale, torch.nan)):
+            stale.fill_(value)
+        pairs = torch.rand(*s.k_factor.shape[:2], facts.head_dim // 2, generator=generator)
+        s.k_factor.copy_(torch.cat((pairs, pairs), -1) * 0.7 + 0.3)
+        s.k_shift.copy_(torch.rand(s.k_shift.shape, generator=generator) - 0.5)
+
+
+TOLERANCE = {Paged: 2e-5, Contiguous: 2e-5, Used: 0.02}
 
 
 class TestTheRoute:
@@ -75,18 +100,47 @@ class TestTheRoute:
     @pytest.fixture(autouse=True)
     def _two_splits(self, monkeypatch):
         """Not the dozens that would fill a GPU: the interpreter runs programs one by one."""
-        from plugins.kv.kernels import decode
+        from plugins.kv.kernels import decode, decode_int8
 
-        monkeypatch.setattr(decode, "choose_num_splits", lambda *_: 2)
+        for module in (decode, decode_int8):
+            monkeypatch.setattr(module, "choose_num_splits", lambda *_, **__: 2)
 
     @pytest.mark.parametrize("clause", CLAUSES)
-    @pytest.mark.parametrize("offer", [Paged, Contiguous], ids=lambda offer: offer.__name__)
+    @pytest.mark.parametrize("offer", list(TOLERANCE), ids=lambda offer: offer.__name__)
     def test_clause(self, offer, clause):
-        suite = type("S", (KVManagerSuite,), {"offer": _route(offer), "tolerance": 2e-5})
-        getattr(suite(), clause)()
+        suite = {"offer": _route(offer), "tolerance": TOLERANCE[offer]}
+        getattr(type("S", (KVManagerSuite,), suite)(), clause)()
 
-    def test_trace(self):
-        kv = _route(Paged)(Paged.Config(block_size=5))
+    @pytest.mark.parametrize("offer", [Paged, Used], ids=lambda offer: offer.__name__)
+    def test_trace(self, offer):
+        kv = _route(offer)(offer.Config(block_size=5))
         rig = Rig(kv, num_tokens=35, limits=Limits(16, 3, 16))
         counts = PageOracle(rig, seed=14, num_requests=4, max_total=16).run()
         assert counts.num_finished == 4 and counts.num_mixed_steps and counts.num_cached_tokens
+
+    @pytest.mark.parametrize("block_size", [5, 16])
+    def test_int8_stores_and_reads_what_plain_torch_does(self, block_size):
+        """Codes and scales bit for bit; fresh prompts, chunks and decodes up to rounding."""
+        made = []
+        for offer in (Used, _route(Used)):
+            kv = offer(Used.Config(block_size=block_size))
+            rig = Rig(kv, num_tokens=200, limits=Limits(96, 3, 64))
+            short, long = rig.sequence([7] * 18), rig.sequence([9] * 60)
+            for seq in (short, long):
+                rig.admit(seq)
+            out = run_dense_step(rig, [], [(short, 18)])  # fresh
+            rig.append(short, 3)
+            out += run_dense_step(rig, [short], [(long, 40)])
+            rig.append(short, 4)
+            out += run_dense_step(rig, [short], [(long, 20)])
+            for seq in (short, long):
+                rig.append(seq, 5)
+            out += run_dense_step(rig, [short, long])
+            gathered = [kv.gather(seq.slot, 1, 0, seq.num_computed) for seq in (short, long)]
+            planes = [plane[:, 1:] for plane in kv.storage.planes()]  # not the trash block
+            made.append((out, [x for one in gathered for x in one], planes))
+        plain, kernels = made
+        for expected, got in zip(plain[0], kernels[0], strict=True):
+            assert np.abs(got - expected).max() <= 1e-4
+        for expected, got in zip(plain[1] + plain[2], kernels[1] + kernels[2], strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

@@ -186,9 +186,26 @@ def test_storage_is_int8_and_as_large_as_capacity_says():
     blocks = s.k.nbytes + s.v.nbytes + s.k_scale.nbytes + s.v_scale.nbytes
     assert blocks == num_blocks * kv.block_bytes(facts)
     beside = sum(x.nbytes for x in (s.slot_map, s.table, s.k_factor, s.k_shift))
+    beside += 2 * limits.max_num_batched_tokens * 2 * 64 * 2  # the scratch that a GPU has
     assert beside == kv.overhead_bytes(facts, limits)
     assert 1_000_000 - kv.block_bytes(facts) < blocks + beside <= 1_000_000
     assert kv.capacity(1_000_000, facts, limits).num_tokens == (num_blocks - 1) * 16
+
+
+def test_a_sink_is_shown_where_kernels_read():
+    """As kernels take it: values transposed in memory, the same bytes as the storage's view."""
+    kv = make().kv
+    assert kv.sink(1) is None
+    s = kv.storage
+    s.v = s.v.transpose(-1, -2).clone(memory_format=torch.contiguous_format).transpose(-1, -2)
+    s.fresh = s.k.float(), s.k.float()
+    sink = kv.sink(1)
+    assert sink.kind == "int8_blocks" and sink.slot_map is s.slot_map and sink.fresh is s.fresh
+    num_blocks, heads, block_size, dim = s.k[1].shape
+    assert sink.k.shape == (num_blocks, heads, block_size, dim) and sink.k.is_contiguous()
+    assert sink.v.shape == (num_blocks, heads, dim, block_size) and sink.v.is_contiguous()
+    for name in ("k", "v", "k_scale", "v_scale", "k_shift", "k_factor"):
+        assert getattr(sink, name).data_ptr() == getattr(s, name)[1].data_ptr(), name
 
 
 @pytest.mark.parametrize(("head_dim", "ratio"), [(64, 0.532), (128, 0.516)])
@@ -203,11 +220,6 @@ def test_options_that_contradict_each_other():
         settings = {f"kv.{name}": value for name, value in options.items()}
         with pytest.raises(UserError, match="k_smoothing=calibrated and key_range=FILE"):
             Engine(kv="paged_int8", device="cpu", settings=settings)
-
-
-def test_graphs_are_refused():
-    with pytest.raises(UserError, match="kv 'paged_int8' is not graph_safe"):
-        Engine(kv="paged_int8", graphs="full", device="cpu")
 
 
 # -------------------------------------------------------------------------------- near to `paged`

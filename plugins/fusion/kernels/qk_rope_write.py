@@ -12,11 +12,11 @@ from core.model import rms_norm, rotate
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ELEMENTS = 1024  # of a program's heads; 64 threads load 16 bytes of bf16 a half each
+ELEMENTS = 1024  # of a program's heads; 64 threads load 16 bytes of bf16 a half each
 
 
 @triton.jit
-def _rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Both halves [HEADS, D / 2] of some heads, normed if asked, and rotated.
 
     Rounded wherever the plain nodes round.
@@ -57,7 +57,7 @@ def _qk_rope_write_kernel(
     if part < q_parts:
         head = (part * HEADS + tl.arange(0, HEADS))[:, None]
         mask = head < NUM_Q
-        a, b = _rotated(row + head * D + e, half, mask, q_gain_ptr, e, cos, sin, eps, D, NORM)
+        a, b = rotated(row + head * D + e, half, mask, q_gain_ptr, e, cos, sin, eps, D, NORM)
         q_at = q_ptr + token * (NUM_Q * D) + head * D + e
         tl.store(q_at, a, mask=mask)
         tl.store(q_at + half, b, mask=mask)
@@ -69,7 +69,7 @@ def _qk_rope_write_kernel(
         v_at = k_at + NUM_KV * D
         v_a = tl.load(v_at, mask=mask)
         v_b = tl.load(v_at + half, mask=mask)
-        k_a, k_b = _rotated(k_at, half, mask, k_gain_ptr, e, cos, sin, eps, D, NORM)
+        k_a, k_b = rotated(k_at, half, mask, k_gain_ptr, e, cos, sin, eps, D, NORM)
         to = (place // BLOCK).to(tl.int64) * stride_block + (place % BLOCK) * D
         to = to + head.to(tl.int64) * stride_kv_head + e
         tl.store(k_cache_ptr + to, k_a, mask=mask)
@@ -107,7 +107,7 @@ def qk_rope_write(
     num_tokens = qkv_TP.shape[0]
     k_cache, v_cache = caches
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    heads = max(1, min(_ELEMENTS // head_dim, triton.next_power_of_2(max(num_heads, num_kv_heads))))
+    heads = max(1, min(ELEMENTS // head_dim, triton.next_power_of_2(max(num_heads, num_kv_heads))))
     parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     q = qkv_TP.new_empty(num_tokens, num_heads, head_dim)
     q_gain, k_gain = gains if gains is not None else (qkv_TP, qkv_TP)

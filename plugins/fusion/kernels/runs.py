@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from plugins.fusion.kernels.act_mul import act_mul as _act_mul
 from plugins.fusion.kernels.add_norm import add_norm as _add_norm, embed_norm as _embed_norm
 from plugins.fusion.kernels.qk_rope_write import qk_rope_write as _qk_rope_write
+from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8 as _qk_rope_write_int8
 from plugins.fusion.kernels.sample import sample as _sample
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from core.model import Site
     from core.seams import KVSink
     from core.weights import LayerWeights
+    from plugins.kv.int8_storage import Int8Sink
 
 Sites = tuple["Site", ...]
 
@@ -63,21 +65,14 @@ def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
     """qk_norm · rope · kv_write: (q,); keys and values go straight to the sink."""
     site = sites[0]
     facts, w, sink = site.facts, _block(site), cast("KVSink", site.sink)
-    has_norm = w.q_norm is not None and w.k_norm is not None
-    q = _qk_rope_write(
-        qkv,
-        (w.q_norm, w.k_norm) if has_norm else None,
-        site.cos,
-        site.sin,
-        batch.positions,
-        (sink.k, sink.v),
-        sink.slot_map,
-        sink.fresh if batch.shape.fresh else None,
-        num_heads=facts.num_heads,
-        block_size=sink.block_size,
-        eps=facts.rms_norm_eps,
-    )
-    return (q,)
+    gains = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
+    given = (qkv, gains, site.cos, site.sin, batch.positions)
+    fresh = sink.fresh if batch.shape.fresh else None
+    rest: dict[str, Any] = {"num_heads": facts.num_heads, "eps": facts.rms_norm_eps}
+    if sink.kind == "int8_blocks":
+        return (_qk_rope_write_int8(*given, cast("Int8Sink", sink), fresh, **rest),)
+    caches, slot_map = (sink.k, sink.v), sink.slot_map
+    return (_qk_rope_write(*given, caches, slot_map, fresh, block_size=sink.block_size, **rest),)
 
 
 def act_mul(sites: Sites, batch: Batch, gate_up: Tensor) -> tuple[Tensor]:

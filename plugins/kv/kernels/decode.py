@@ -108,14 +108,14 @@ def _merge_kernel(
     tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
-def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share one row's context: with all rows and KV heads, at least four an SM.
+def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int, per_sm: int = 4) -> int:
+    """Programs that share one row's context: with all rows and KV heads, at least `per_sm` an SM.
 
     Host integers alone decide, never the lengths, so that a captured graph fits every step of its
     shape. On an H200 with 8 KV heads: 32 for one row, 9 for 8, 2 for 64, 1 from 66 on.
     """
     most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more to reach every SM
-    return min(most, triton.cdiv(4 * num_sms, num_rows * num_kv_heads))
+    return min(most, triton.cdiv(per_sm * num_sms, num_rows * num_kv_heads))
 
 
 def decode_attention(
@@ -146,7 +146,7 @@ def decode_attention(
     padded = triton.next_power_of_2(head_dim)
     tile_n = _tile_n(padded, k_NKBD.element_size())
     if num_splits is None:
-        num_splits = choose_num_splits(num_rows, num_kv_heads, _num_sms(q_THD.device))
+        num_splits = choose_num_splits(num_rows, num_kv_heads, num_sms(q_THD.device))
     partial, lse = out, out
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
@@ -162,11 +162,27 @@ def decode_attention(
         SPLIT=num_splits > 1, num_warps=4, num_stages=3,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_kernel[(num_rows, num_heads)](
-            partial, lse, seq_lens_R, num_decodes, out, num_splits, out.stride(0),
-            D=head_dim, D_PADDED=padded, SPLITS_PADDED=triton.next_power_of_2(num_splits),
-            TILE_N=tile_n, num_warps=4,
-        )  # fmt: skip
+        merge_splits(partial, lse, seq_lens_R, num_decodes, out, tile_n)
+
+
+def merge_splits(
+    partial_RHSD: Tensor,
+    lse_RHS: Tensor,
+    seq_lens_R: Tensor,
+    num_decodes: Tensor,
+    out: Tensor,
+    tile_n: int,
+) -> None:
+    """Attention of whole rows, into `out`, from float32 results and log2-sum-exps of S splits.
+
+    Splits are of whole tiles of `tile_n` positions, as even as such can be.
+    """
+    num_rows, num_heads, num_splits, head_dim = partial_RHSD.shape
+    _merge_kernel[(num_rows, num_heads)](
+        partial_RHSD, lse_RHS, seq_lens_R, num_decodes, out, num_splits, out.stride(0),
+        D=head_dim, D_PADDED=triton.next_power_of_2(head_dim),
+        SPLITS_PADDED=triton.next_power_of_2(num_splits), TILE_N=tile_n, num_warps=4,
+    )  # fmt: skip
 
 
 def _tile_n(head_dim_padded: int, element_size: int) -> int:
@@ -176,7 +192,8 @@ def _tile_n(head_dim_padded: int, element_size: int) -> int:
     return max(16, min(128, elements // head_dim_padded))
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device, those of an H200 where it is none of CUDA."""
     if device.type != "cuda":
         return _H200_SMS  # the interpreter computes what the GPU would
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -52,6 +52,25 @@ def token_offsets(
 
 
 @triton.jit
+def position_offsets(ids, start, stride_block, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
+    """As `token_offsets`, where neighbouring positions are neighbouring elements: [TILE_N] int64.
+
+    `stride_block` is a multiple of BLOCK. With RUN the power of two in BLOCK, up to 16, loads of
+    RUN elements are in one piece.
+    """
+    RUN: tl.constexpr = min(16, BLOCK & -BLOCK)
+    lane = tl.arange(0, TILE_N)
+    if BLOCK % TILE_N == 0:
+        offsets = ids.to(tl.int64) * stride_block + (start % BLOCK + lane)
+    elif TILE_N % BLOCK == 0:
+        nested = (ids.to(tl.int64) * stride_block)[:, None] + tl.arange(0, BLOCK)[None, :]
+        offsets = tl.reshape(nested, (TILE_N,))
+    else:
+        offsets = ids.to(tl.int64) * stride_block + (start + lane) % BLOCK
+    return tl.max_contiguous(tl.multiple_of(offsets, RUN), RUN)
+
+
+@triton.jit
 def softmax_step(acc, top, total, scores, v):
     """One tile of the online softmax (Milakov, Gimelshein 2018).
 

@@ -90,7 +90,7 @@ def _prefill_kernel(
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """Queries and keys of a program's tile, warps, pipeline stages."""
 
     tile_m: int
@@ -99,15 +99,15 @@ class _Launch(NamedTuple):
     num_stages: int
 
 
-def _launch(head_dim_padded: int, element_size: int) -> _Launch:
+def _launch(head_dim_padded: int, element_size: int) -> Launch:
     """Sizes that keep accumulator, scores and addresses in registers; a test counts spills."""
     if element_size == 4:  # without tensor cores; for checking, not for speed
-        return _Launch(32, 32, 4, 2) if head_dim_padded <= 64 else _Launch(16, 16, 4, 2)
+        return Launch(32, 32, 4, 2) if head_dim_padded <= 64 else Launch(16, 16, 4, 2)
     if head_dim_padded <= 64:
-        return _Launch(128, 64, 4, 3)
+        return Launch(128, 64, 4, 3)
     if head_dim_padded == 128:
-        return _Launch(128, 64, 8, 3)
-    return _Launch(64, 32, 4, 3)
+        return Launch(128, 64, 8, 3)
+    return Launch(64, 32, 4, 3)
 
 
 def prefill_attention(
