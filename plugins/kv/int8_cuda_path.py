@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Batch
-    from core.facts import ModelFacts
     from plugins.kv.int8_storage import Int8Storage
 
 
@@ -26,9 +25,6 @@ class Int8CudaPath(CudaPath):
     """`write` and `attend` over an Int8Storage whose values lie as on CUDA."""
 
     _storage: Int8Storage
-
-    def __init__(self, facts: ModelFacts, storage: Int8Storage) -> None:
-        super().__init__(facts, storage)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Store codes and scales of k and v, [T, K, D], and the round trip of a fresh prompt."""
