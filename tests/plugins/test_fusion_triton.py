@@ -6,18 +6,11 @@ imported; in float32, and with shorter steps, since it runs a program at a time.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from core.testing.fusion import FusionGpuSuite, FusionSuite
-
-ROOT = Path(__file__).parents[2]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+from core.testing.interpreter import INTERPRETING, run_in_the_interpreter
 
 if INTERPRETING:
 
@@ -31,13 +24,7 @@ else:
 
     def test_in_the_interpreter():
         pytest.importorskip("triton", reason="needs triton, which is not installed here")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-        env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -rf"]
-        command = [sys.executable, "-m", "pytest", *options, __file__]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
+        assert "skipped" not in run_in_the_interpreter(__file__)
 
     class TestTriton(FusionGpuSuite):
         plugin = "triton"

@@ -7,7 +7,6 @@ bfloat16 is wrong.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,22 +23,20 @@ from core.errors import UserError  # noqa: E402
 from core.facts import ModelFacts  # noqa: E402
 from core.model import Site  # noqa: E402
 from core.seams import KVSink  # noqa: E402
+from core.testing.interpreter import (  # noqa: E402
+    HERE,
+    INTERPRETING,
+    PLACES,
+    ints,
+    poisoned,
+    randn,
+    run_in_the_interpreter,
+)
 from core.weights import LayerWeights, ModelWeights  # noqa: E402
 from plugins.fusion.none import NoFusion  # noqa: E402
 from plugins.fusion.triton import NAMES, TritonFusion  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-GPU = (pytest.mark.gpu, NO_GPU)
-
-if INTERPRETING:
-    PLACES = [("cpu", torch.float32), ("cpu", torch.float16)]
-else:
-    PLACES = [
-        pytest.param(("cuda", dtype), marks=GPU)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -48,35 +45,15 @@ def place(request):
     return request.param
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+@pytest.mark.skipif(INTERPRETING, reason=HERE)
 def test_in_the_interpreter():
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -rf"]
-    command = [sys.executable, "-m", "pytest", *options, __file__]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
-
-
-def randn(place, *shape, seed=1, scale=1.0):
-    device, dtype = place
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return values.to(dtype).to(device)
+    run_in_the_interpreter(__file__)
 
 
 def turns(place, num_positions, head_dim):
     """cos and sin, float32 [P, D / 2]."""
     angles = torch.arange(num_positions)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)
     return angles.cos().to(place[0]), angles.sin().to(place[0])
-
-
-def ints(place, values):
-    return torch.tensor(values, dtype=torch.int32, device=place[0])
-
-
-def poisoned(like):
-    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
 def assert_rounded_alike(found, wanted, share=0.02):

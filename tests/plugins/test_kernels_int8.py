@@ -6,10 +6,6 @@ float16.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +15,19 @@ import torch
 triton = pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import HostBatch, Limits  # noqa: E402
+from core.testing.interpreter import (  # noqa: E402
+    FEWER_PLACES,
+    HERE,
+    INTERPRETING,
+    PLACES,
+    ints,
+    poisoned,
+    randn,
+    run_in_the_interpreter,
+)
 from plugins.kv.int8_storage import dequantize, quantize  # noqa: E402
 from plugins.kv.kernels.tiles import fill_tiles, tiles_shape  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-GPU = (pytest.mark.gpu, NO_GPU)
-
-if INTERPRETING:
-    PLACES = [("cpu", torch.float32), ("cpu", torch.float16)]
-else:
-    PLACES = [
-        pytest.param(("cuda", dtype), marks=GPU)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-# The interpreter is slow; float16 has the tile sizes of bfloat16.
-FEWER_PLACES = PLACES[1:] if INTERPRETING else PLACES
 HALF_PLACES = PLACES[1:] if INTERPRETING else PLACES[:2]  # of 16 bits
 # Of outputs below 2 or so. Decode rounds the output alone, to 2**-12 or 2**-9 of it, and queries to
 # 2**-16 of their largest channel; prefill rounds queries and weights to the dtype too.
@@ -57,15 +49,9 @@ def version(package):
     version(triton) < (3, 7) and version(np) >= (2, 4),
     reason="the interpreter of triton 3.6 cannot loop to a loaded bound with numpy 2.4",
 )
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+@pytest.mark.skipif(INTERPRETING, reason=HERE)
 def test_in_the_interpreter():
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -rf"]
-    command = [sys.executable, "-m", "pytest", *options, __file__]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 # ------------------------------------------------------------------------------------------ a cache
@@ -111,19 +97,6 @@ def make_cache(place, lengths, *, num_kv_heads, head_dim, block_size, seed=0):
         slots,
         lengths,
     )
-
-
-def randn(place, *shape, seed=1):
-    device, dtype = place
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def ints(place, values):
-    return torch.tensor(np.asarray(values), dtype=torch.int32, device=place[0])
-
-
-def poisoned(like):
-    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
 def assert_close(found, wanted, tolerance):

@@ -7,10 +7,6 @@ bfloat16 is wrong.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,23 +17,19 @@ import torch
 triton = pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import HostBatch, Limits  # noqa: E402
+from core.testing.interpreter import (  # noqa: E402
+    FEWER_PLACES,
+    HERE,
+    INTERPRETING,
+    PLACES,
+    ints,
+    poisoned,
+    randn,
+    run_in_the_interpreter,
+)
 from plugins.kv.kernels.limits import refusal  # noqa: E402
 from plugins.kv.kernels.tiles import TILE, fill_tiles, max_tiles, tiles_shape  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-GPU = (pytest.mark.gpu, NO_GPU)
-
-if INTERPRETING:
-    PLACES = [("cpu", torch.float32), ("cpu", torch.float16)]
-else:
-    PLACES = [
-        pytest.param(("cuda", dtype), marks=GPU)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-# The interpreter is slow; float16 has the tile sizes of bfloat16.
-FEWER_PLACES = PLACES[1:] if INTERPRETING else PLACES
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 FAR = 1 << 28  # a block id that nothing may follow
 
@@ -55,15 +47,9 @@ def version(package):
     version(triton) < (3, 7) and version(np) >= (2, 4),
     reason="the interpreter of triton 3.6 cannot loop to a loaded bound with numpy 2.4",
 )
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+@pytest.mark.skipif(INTERPRETING, reason=HERE)
 def test_in_the_interpreter():
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib -rf"]
-    command = [sys.executable, "-m", "pytest", *options, __file__]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 # ------------------------------------------------------------------------------------------ a cache
@@ -103,19 +89,6 @@ def make_cache(place, lengths, *, num_kv_heads, head_dim, block_size, paged=True
     return Cache(
         k.to(device), v.to(device), torch.tensor(table).to(device) if paged else None, *tensors
     )
-
-
-def randn(place, *shape, seed=1):
-    device, dtype = place
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def ints(place, values):
-    return torch.tensor(values, dtype=torch.int32, device=place[0])
-
-
-def poisoned(like):
-    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
 def assert_close(found, wanted, dtype):

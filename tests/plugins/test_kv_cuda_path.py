@@ -6,11 +6,6 @@ imported. It is slow, so only the clauses about writing and reading are asked, a
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -19,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed here"
 
 from core.batch import Limits  # noqa: E402
 from core.testing.dense import run_dense_step  # noqa: E402
+from core.testing.interpreter import HERE, INTERPRETING, run_in_the_interpreter  # noqa: E402
 from core.testing.kv import KVManagerSuite  # noqa: E402
 from core.testing.oracle import PageOracle  # noqa: E402
 from core.testing.rig import Rig  # noqa: E402
@@ -26,33 +22,15 @@ from plugins.kv.contiguous import Contiguous  # noqa: E402
 from plugins.kv.paged import Paged  # noqa: E402
 from plugins.kv.paged_int8 import PagedInt8  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 CLAUSES = [
     "test_write_then_read_is_dense_attention",
     "test_padding_touches_nothing",
 ]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that the interpreter runs in")
+@pytest.mark.skipif(INTERPRETING, reason=HERE)
 def test_in_the_interpreter():
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    addopts = "addopts=--import-mode=importlib -rf"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-o",
-        addopts,
-        "-p",
-        "no:cacheprovider",
-        __file__,
-    ]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout[-2000:]
+    run_in_the_interpreter(__file__)
 
 
 def _route(offer):
