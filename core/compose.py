@@ -92,8 +92,9 @@ def _assemble(
     rope = rope_tables(facts, limits.max_model_len, device)
     decoder = Decoder(facts, model.weights, rope, device)
     spans = offers.fusion.spans(facts, device)
-    if (prepare := offered(offers.fusion, "weights")) is not None:
-        prepare(model.weights)
+    for offer in (offers.fusion, kv):
+        if (look_at := offered(offer, "weights")) is not None:
+            look_at(model.weights)
     share = config.gpu_memory_utilization  # None on a CPU
     budget = config.kv_cache_bytes or (
         host_budget(facts, limits)
@@ -105,8 +106,6 @@ def _assemble(
         what = f"the KV cache holds sequences of {limits.max_model_len} tokens and the model"
         model.notes.append(f"{what} {facts.max_position}: give it more room for longer ones")
     kv.sharing = bool(config.enable_prefix_caching)
-    if (look_at := offered(kv, "weights")) is not None:
-        look_at(model.weights.layers)
     kv.bind(facts, limits, budget, device)
     slots = Slots(limits)
     executor = Executor(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from core.batch import Batch, BatchShape, HostBatch, Limits, Sequence
     from core.config import OfferConfig
     from core.facts import ModelFacts
-    from core.weights import LayerWeights, ModelWeights
+    from core.weights import ModelWeights
 
 PROJECT = "outweigh"
 SEAMS = ("kv", "fusion", "graphs", "sched")
@@ -176,7 +176,7 @@ class KVManager(Protocol):
     # Device half.
 
     @optional
-    def weights(self, layers: Seq[LayerWeights]) -> None:
+    def weights(self, weights: ModelWeights) -> None:
         """Called once before `bind`, for offers whose layout depends on the weights.
 
         They are read only; what is kept must be a copy.

@@ -24,6 +24,11 @@ import numpy as np
 import pytest
 import torch
 
+try:
+    import triton
+except ImportError:  # not on every system; its tests skip themselves
+    triton = None
+
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = "this is the process that the interpreter runs in"
 Place = tuple[str, torch.dtype]
@@ -42,6 +47,16 @@ PLACES: list[Any] = (
 )
 # The interpreter is slow; float16 has the tile sizes of bfloat16.
 FEWER_PLACES = PLACES[1:] if INTERPRETING else PLACES
+
+
+def _version(package: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in package.__version__.split(".")[:2])
+
+
+needs_loops = pytest.mark.skipif(
+    triton is not None and _version(triton) < (3, 7) and _version(np) >= (2, 4),
+    reason="the interpreter of triton 3.6 cannot loop to a loaded bound with numpy 2.4",
+)
 
 
 def run_in_the_interpreter(file: str) -> str:

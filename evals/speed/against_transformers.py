@@ -22,6 +22,7 @@ import numpy as np
 
 from core.errors import RunError, UserError, explained
 from evals import records
+from evals.arguments import count
 from evals.tiny import MODEL
 
 Requests = list[tuple[list[int], int]]  # prompt ids, output tokens
@@ -94,13 +95,6 @@ def timed(run: Callable[[], list[list[int]]], wanted: Requests) -> float:
     return elapsed
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return value
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m evals.speed.against_transformers",
@@ -111,8 +105,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default=MODEL, help="a Hugging Face directory; default: the embedded one")
     add("--device", default="cpu")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--num-requests", type=_count, default=16)
-    add("--rounds", type=_count, default=3)
+    add("--num-requests", type=count, default=16)
+    add("--rounds", type=count, default=3)
     add("--seed", type=int, default=0)
     add("--json", type=Path)
     return parser.parse_args(argv)

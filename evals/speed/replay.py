@@ -32,6 +32,7 @@ from core.errors import UserError
 from core.registry import Registry
 from core.testing.clock import Arrival, StepCost, VirtualEngine, percentiles
 from evals import records
+from evals.arguments import positive
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -248,7 +249,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
         default=["fifo", "shortest", "aging", "priority"],
         metavar="NAME[:FIELD=VALUE,…]",
     )
-    add("--utilisation", type=_positive, nargs="+", default=[0.6, 0.85], metavar="X")
+    add("--utilisation", type=positive, nargs="+", default=[0.6, 0.85], metavar="X")
     add("--requests", type=int, metavar="N", help="the first N of the trace; default: all")
     add("--urgent", type=float, default=0.0, help="share of requests with priority -1, drawn")
     add("--seed", type=int, default=0, help="of that draw")
@@ -259,19 +260,12 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=int, default=2048)
     add("--chunk-size", type=int)
     add("--depth", type=int, default=0, choices=(0, 1), help="1: plan before the last step landed")
-    add("--step-ms", type=_positive, default=cost.fixed_s * 1e3, help="of every step")
-    add("--prefill-us", type=_positive, default=cost.prefill_s * 1e6, help="of a prompt token")
-    add("--decode-us", type=_positive, default=cost.decode_s * 1e6, help="of a decode row")
+    add("--step-ms", type=positive, default=cost.fixed_s * 1e3, help="of every step")
+    add("--prefill-us", type=positive, default=cost.prefill_s * 1e6, help="of a prompt token")
+    add("--decode-us", type=positive, default=cost.decode_s * 1e6, help="of a decode row")
     add("-p", dest="plugins", action="append", default=[], metavar="PLUGIN")
     add("--json", type=Path, metavar="FILE", help="write arguments and results there too")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def main(argv: Seq[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import RunError, UserError
 from core.show import console, print_rows, progress_bar
 from evals import records
+from evals.arguments import count
 from evals.tiny.answers import (
     DEPTHS,
     LENGTHS,
@@ -157,22 +158,22 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--kv-b", default="paged_int8", help="what damage holds beside it")
     add(
         "--window",
-        type=_count,
+        type=count,
         default=8192,
         help="tokens of a window of text; position scales with it",
     )
-    add("--num-windows", type=_count, help="most windows of a document; default: all")
-    add("--num-passkey", type=_count, default=210, metavar="N")
-    add("--lengths", type=_count, nargs="+", default=list(LENGTHS), metavar="TOKENS")
+    add("--num-windows", type=count, help="most windows of a document; default: all")
+    add("--num-passkey", type=count, default=210, metavar="N")
+    add("--lengths", type=count, nargs="+", default=list(LENGTHS), metavar="TOKENS")
     add("--depths", type=float, nargs="+", default=list(DEPTHS), metavar="SHARE")
-    add("--num-recall", type=_count, default=210, metavar="N")
-    add("--num-pairs", type=_count, default=NUM_PAIRS, help="of a list of recall")
-    add("--num-prompts", type=_count, default=20, help="of repetition")
-    add("--num-tokens", type=_count, default=200, help="that follow each of these")
-    add("--num-damage", type=_count, default=420, help="passkeys of damage")
-    add("--num-texts", type=_count, default=4, help="whose logits damage compares")
-    add("--text-tokens", type=_count, default=2048, help="of each of these")
-    add("--max-num-seqs", type=_count, default=16, help="sequences of one step")
+    add("--num-recall", type=count, default=210, metavar="N")
+    add("--num-pairs", type=count, default=NUM_PAIRS, help="of a list of recall")
+    add("--num-prompts", type=count, default=20, help="of repetition")
+    add("--num-tokens", type=count, default=200, help="that follow each of these")
+    add("--num-damage", type=count, default=420, help="passkeys of damage")
+    add("--num-texts", type=count, default=4, help="whose logits damage compares")
+    add("--text-tokens", type=count, default=2048, help="of each of these")
+    add("--max-num-seqs", type=count, default=16, help="sequences of one step")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if "bpb" in args.only and args.corpus is None:
@@ -187,13 +188,6 @@ def _parts(text: str) -> tuple[str, ...]:
             f"there is no part {unknown[0]!r}: choose from {','.join(PARTS)}"
         )
     return wanted
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return value
 
 
 def main(argv: Seq[str] | None = None) -> int:

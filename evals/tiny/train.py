@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import UserError, explained, reason
+from evals.arguments import count, positive
 from evals.tiny import corpus
 from evals.tiny.batches import Batches, Stream, in_background
 from evals.tiny.corpus import read_tokenizer
@@ -339,9 +340,9 @@ def plot(folder: Path) -> Path:
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     checks = [row for row in rows if "validation" in row]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=90)
     if not steps:
         raise UserError(f"{folder}/log.jsonl has no step in it: train first")
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=90)
     millions = [row["tokens"] / 1e6 for row in steps]
     axes.plot(millions, [row["text_loss"] for row in steps], lw=0.8, label="text, trained on")
     axes.plot(millions, [row["answer_loss"] for row in steps], lw=0.8, label="answers, trained on")
@@ -357,13 +358,6 @@ def plot(folder: Path) -> Path:
     return folder / "loss.png"
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return value
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -371,12 +365,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", type=Path, help="folder of the tokeniser")
     add("--out", type=Path, help="folder of the run")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--max-minutes", type=float, default=float("inf"), help="stop before, with a checkpoint")
+    add("--max-minutes", type=positive, default=float("inf"), help="stop before, with a checkpoint")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--steps-scale", type=float, default=1.0, help="multiplies the number of tokens")
-    add("--num-tokens", type=_count, help="of the whole training")
-    add("--tokens-per-step", type=_count)
-    add("--max-length", type=_count, help="leave out the stages that are longer")
+    add("--steps-scale", type=positive, default=1.0, help="multiplies the number of tokens")
+    add("--num-tokens", type=count, help="of the whole training")
+    add("--tokens-per-step", type=count)
+    add("--max-length", type=count, help="leave out the stages that are longer")
     add("--compile", choices=("full", "layers", "none"), help="default: full on CUDA, else none")
     add("--attention", choices=tuple(ATTENTION), default="auto", help="kernel of the attention")
     add("--workers", type=int, help="processes that make batches; default 12 on CUDA, else 0")

@@ -119,7 +119,7 @@ def _functions(facts: ModelFacts) -> tuple[Callable[..., Any], ...]:
 def _embed_norm(run: Callable[..., Any], sites: Sites, batch: Batch) -> tuple[Tensor, Tensor]:
     """embed · attn_norm: (residual, hidden)."""
     fed_back = batch.last_token[batch.token_slots]
-    table, gain = sites[0].model.embed, _weights(sites[1]).attn_norm
+    table, gain = sites[0].model.embed, sites[1].weights.attn_norm
     residual, hidden = run(batch.token_ids, fed_back, table, gain)
     return residual, hidden
 
@@ -128,7 +128,7 @@ def _add_mlp(
     run: Callable[..., Any], sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """attn_add · mlp_norm: (residual, hidden)."""
-    residual, hidden = run(residual, hidden, _weights(sites[1]).mlp_norm)
+    residual, hidden = run(residual, hidden, sites[1].weights.mlp_norm)
     return residual, hidden
 
 
@@ -136,7 +136,7 @@ def _add_attn(
     run: Callable[..., Any], sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """mlp_add · attn_norm of the next layer: (residual, hidden)."""
-    residual, hidden = run(residual, hidden, _weights(sites[1]).attn_norm)
+    residual, hidden = run(residual, hidden, sites[1].weights.attn_norm)
     return residual, hidden
 
 
@@ -151,7 +151,7 @@ def _qk_rope(
     run: Callable[..., Any], sites: Sites, batch: Batch, qkv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qk_norm · rope: (q, k, v)."""
-    site, w = sites[0], _weights(sites[0])
+    site, w = sites[0], sites[0].weights
     gains = None if w.q_norm is None else (w.q_norm, w.k_norm)
     q, k, v = run(qkv, gains, site.cos[batch.positions], site.sin[batch.positions])
     return q, k, v
@@ -160,7 +160,3 @@ def _qk_rope(
 def _act_mul(run: Callable[..., Any], sites: Sites, batch: Batch, gate_up: Tensor) -> tuple[Tensor]:
     """act_mul: (act,)."""
     return (run(gate_up),)
-
-
-def _weights(site: Site) -> Any:
-    return site.weights

@@ -69,18 +69,22 @@ class OneDnnFusion:
         """Pack them. Raises UserError where the memory does not hold the copy."""
         products, self._products = self._products, None
         assert products is not None, "spans come first"
-        if self.config.pack:
+        if self.config.pack and _multiplies(weights.embed.dtype):
             layers = [getattr(w, field) for w in weights.layers for field in _LINEAR.values()]
             products.pack([*layers, weights.lm_head])
 
 
 def _is_known(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+    return _multiplies(facts.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
     """float16, which few CPUs compute in, and bfloat16 without its instructions stay plain."""
     import torch
 
-    if facts.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return facts.dtype == torch.float32
+    return dtype == torch.float32
 
 
 class _Products:
@@ -103,8 +107,6 @@ class _Products:
                 f"oneDNN's copy of the weights takes {needed / 2**30:.1f} GiB and "
                 f"{free / 2**30:.1f} GiB are free: give --set fusion.pack=false"
             )
-        if weights[0].dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return
         for weight in weights:
             self._packed[id(weight)] = weight, torch.ops.mkldnn._reorder_linear_weight(weight)
 

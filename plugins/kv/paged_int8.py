@@ -11,14 +11,14 @@ from plugins.kv.blocks import num_columns
 from plugins.kv.paged import Paged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence as Seq
+    from collections.abc import Mapping
 
     import torch
     from torch import Tensor
 
     from core.batch import Limits
     from core.facts import ModelFacts
-    from core.weights import LayerWeights
+    from core.weights import ModelWeights
     from plugins.kv.smoothing import KeyMoments
 
 
@@ -68,12 +68,12 @@ class PagedInt8(Paged):
 
         return overhead_bytes(facts, limits, num_columns(limits, self.block_size))
 
-    def weights(self, layers: Seq[LayerWeights]) -> None:
+    def weights(self, weights: ModelWeights) -> None:
         """What the weights say of the keys. Without this call keys are rounded raw."""
         from plugins.kv.smoothing import key_moments
 
         if self.config.k_smoothing != "none":
-            self._moments = [key_moments(layer) for layer in layers]
+            self._moments = [key_moments(layer) for layer in weights.layers]
 
     def bind(
         self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int, device: torch.device

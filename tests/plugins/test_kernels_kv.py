@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="needs triton, which is not installed here")
+pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import HostBatch, Limits  # noqa: E402
 from core.testing.interpreter import (  # noqa: E402
@@ -23,6 +23,7 @@ from core.testing.interpreter import (  # noqa: E402
     INTERPRETING,
     PLACES,
     ints,
+    needs_loops,
     poisoned,
     randn,
     run_in_the_interpreter,
@@ -39,14 +40,7 @@ def place(request):
     return request.param
 
 
-def version(package):
-    return tuple(int(part) for part in package.__version__.split(".")[:2])
-
-
-@pytest.mark.skipif(
-    version(triton) < (3, 7) and version(np) >= (2, 4),
-    reason="the interpreter of triton 3.6 cannot loop to a loaded bound with numpy 2.4",
-)
+@needs_loops
 @pytest.mark.skipif(INTERPRETING, reason=HERE)
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)

@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     from core.batch import Batch
     from core.model import Site
     from core.seams import KVSink
-    from core.weights import LayerWeights
     from plugins.kv.int8_storage import Int8Sink
 
 Sites = tuple["Site", ...]
-
-
-def _block(site: Site) -> LayerWeights:
-    return cast("LayerWeights", site.weights)
 
 
 def _add_norm_in_place(site: Site, residual: Tensor, hidden: Tensor, gain: Tensor) -> None:
@@ -35,7 +30,7 @@ def _add_norm_in_place(site: Site, residual: Tensor, hidden: Tensor, gain: Tenso
 def embed_norm(sites: Sites, batch: Batch) -> tuple[Tensor, Tensor]:
     """embed · attn_norm of the first layer: (residual, hidden)."""
     ids, slots = batch.token_ids, batch.token_slots
-    embed, gain = sites[0].model.embed, _block(sites[1]).attn_norm
+    embed, gain = sites[0].model.embed, sites[1].weights.attn_norm
     return _embed_norm(ids, slots, batch.last_token, embed, gain, sites[0].facts.rms_norm_eps)
 
 
@@ -43,7 +38,7 @@ def add_mlp_norm(
     sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """attn_add · mlp_norm: (residual, hidden), both in place."""
-    _add_norm_in_place(sites[1], residual, hidden, _block(sites[1]).mlp_norm)
+    _add_norm_in_place(sites[1], residual, hidden, sites[1].weights.mlp_norm)
     return residual, hidden
 
 
@@ -51,7 +46,7 @@ def add_attn_norm(
     sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     """mlp_add · attn_norm of the next layer: (residual, hidden), both in place."""
-    _add_norm_in_place(sites[1], residual, hidden, _block(sites[1]).attn_norm)
+    _add_norm_in_place(sites[1], residual, hidden, sites[1].weights.attn_norm)
     return residual, hidden
 
 
@@ -64,7 +59,7 @@ def add_final_norm(sites: Sites, batch: Batch, residual: Tensor, hidden: Tensor)
 def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
     """qk_norm · rope · kv_write: (q,); keys and values go straight to the sink."""
     site = sites[0]
-    facts, w, sink = site.facts, _block(site), cast("KVSink", site.sink)
+    facts, w, sink = site.facts, site.weights, cast("KVSink", site.sink)
     gains = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
     given = (qkv, gains, site.cos, site.sin, batch.positions)
     fresh = sink.fresh if batch.shape.fresh else None
