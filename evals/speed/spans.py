@@ -3,34 +3,29 @@
     python -m evals.speed.spans --fusion triton inductor --json spans.json
 
 An arm is an engine with `fusion.only` set to one span, to none of them, or to all. All arms live at
-once and are measured in turn, so that what the machine does meanwhile meets all of them; the arm
-without spans runs twice a round, as an A/A control. A figure is a median over rounds; a ratio is to
-the arm without spans.
+once and are measured in turn; the arm without spans runs twice a round, as an A/A control (see
+evals.speed.arms). A figure is a median over rounds; a ratio is to the arm without spans.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections import defaultdict
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from core.batch import BatchShape
 from core.errors import RunError, UserError
 from core.registry import Registry
-from core.show import print_rows, progress_bar
+from core.show import print_rows
 from evals import records
-from evals.speed.steps import decode_ms, prefill_ms
+from evals.speed.arms import Figures, build, compared, side_by_side, where
+from evals.speed.steps import step_medians
 from plugins.graphs.full import FullGraphs
 
 if TYPE_CHECKING:
     from core.batch import Limits
-    from core.engine import Engine
 
 PLAIN, AGAIN = "plain nodes", "plain nodes again"
 
@@ -60,54 +55,28 @@ def arms(fusions: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def build(args: argparse.Namespace, fusion: str, settings: dict[str, Any]) -> Engine:
-    from core.engine import Engine
-
-    on_cpu = args.device == "cpu"
-    return Engine(
-        model=args.model,
-        fusion=fusion,
-        settings=settings,
-        graphs="none" if on_cpu else TheseGraphs(args.prefill, args.batch),
-        device=args.device,
-        max_model_len=max(*args.prefill, args.context) + 128,
-        max_num_seqs=max(args.batch),
-        max_num_batched_tokens=max(args.prefill),
-        kv_cache_bytes=args.kv_cache_bytes,
-        enable_prefix_caching=False,
-    )
+def these_graphs(args: argparse.Namespace) -> TheseGraphs | str:
+    """Graphs of the measured steps; none on a CPU."""
+    return "none" if args.device == "cpu" else TheseGraphs(args.prefill, args.batch)
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def measure(args: argparse.Namespace) -> Figures:
     """Step -> arm -> a median, in ms, of every round."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with ExitStack() as stack, progress_bar(sys.stderr) as progress:
-        engines = {}
-        wanted = arms(args.fusion)
-        for i, (name, arm) in enumerate(wanted.items()):
-            progress("build", i, len(wanted))
-            engines[name] = stack.enter_context(build(args, *arm))
-        for i in range(args.rounds):
-            for name, engine in engines.items() if i % 2 else reversed(engines.items()):
-                rng = np.random.default_rng(i)
-                for n in args.prefill:
-                    times = prefill_ms(engine, n, args.repeats, rng)
-                    found[f"prefill {n}"][name].append(statistics.median(times))
-                for n in args.batch:
-                    times = decode_ms(engine, n, args.context, args.steps, rng)
-                    found[f"decode {n}"][name].append(statistics.median(times))
-            progress("measure", i + 1, args.rounds)
-    return found
+    builders = {
+        name: lambda fusion=fusion, settings=settings: build(
+            args, fusion=fusion, settings=settings, graphs=these_graphs(args)
+        )
+        for name, (fusion, settings) in arms(args.fusion).items()
+    }
+    return side_by_side(builders, partial(step_medians, args), args.rounds)
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def table(found: Figures) -> list[dict[str, Any]]:
     """A row an arm: ms, and the ratio to the plain nodes, of every step."""
     rows: dict[str, dict[str, Any]] = {}
-    for step, by_arm in found.items():
-        base = statistics.median(by_arm[PLAIN])
-        for name, times in by_arm.items():
-            ms = statistics.median(times)
-            rows.setdefault(name, {"spans": name})[step] = f"{ms:.2f} ({ms / base:.2f}x)"
+    for row in compared(found, PLAIN, AGAIN):
+        cell = f"{row['median']:.2f} ({row['ratio']:.2f}x)"
+        rows.setdefault(row["arm"], {"spans": row["arm"]})[row["figure"]] = cell
     order = [PLAIN, AGAIN, *sorted(rows.keys() - {PLAIN, AGAIN})]
     return [rows[name] for name in order]
 
@@ -124,11 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--device")
     add("--prefill", type=int, nargs="+", default=[128, 1024, 4096], help="tokens of lone prompts")
     add("--batch", type=int, nargs="+", default=[1, 64, 256], help="sequences of decode steps")
-    add("--context", type=int, default=320, help="tokens, at the middle of the timed steps")
+    add("--context", type=int, default=160, help="tokens, at the middle of the timed steps")
     add("--steps", type=int, default=32, help="decode steps timed, each round")
     add("--repeats", type=int, default=8, help="prefills timed, each round")
     add("--rounds", type=int, default=3)
-    add("--kv-cache-bytes", default="6GiB", help="of each engine")
+    add("--kv-cache-bytes", default="6GiB", help="of each engine; it must hold --batch")
     add("--json", type=Path)
     args = parser.parse_args(argv)
     try:
@@ -140,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     print_rows(table(found), sys.stdout)
     if args.json:
         command = " ".join(["python -m evals.speed.spans", *(argv or sys.argv[1:])])
-        result = {"command": command, "machine": records.machine(), "median_ms": found}
+        result = {"command": command, **where(args.device), "median_ms": found}
         records.write(args.json, result)
     return 0
 

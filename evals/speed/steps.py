@@ -3,10 +3,11 @@ physical floor.
 
     python -m evals.speed.steps --model random:qwen3-0.6b --json steps.json
 
-A prefill is the TTFT of a lone prompt, from `add_request` to its token on the host. A decode step
-is the time between two harvests of a full batch whose context passes through `--context`. Prompts
-are distinct random ids and prefix sharing is off. Floors: bytes that must be read over
-`--bandwidth`, floating-point operations over `--flops`, the larger of the two.
+A prefill is the TTFT of a lone prompt, from `add_request` to its token on the host; its padding is
+what the graphs' shapes add to its tokens. A decode step is the time between two harvests of a full
+batch whose context passes through `--context`. Prompts are distinct random ids and prefix sharing
+is off. Floors: bytes that must be read over `--bandwidth`, the cache's in its own format,
+floating-point operations over `--flops`, the larger of the two.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.errors import RunError, UserError
+from core.show import print_rows
 from evals import records
 
 if TYPE_CHECKING:
-    from core.engine import Engine
+    from core.engine import Engine, RequestOutput
     from core.facts import ModelFacts
 
 
@@ -39,9 +43,31 @@ def _weight_count(facts: ModelFacts) -> int:
     return facts.num_layers * block + facts.vocab_size * width
 
 
-def decode_floor_ms(facts: ModelFacts, batch: int, context: int, bandwidth: float) -> float:
-    """Weights and the context's keys and values, read once, at `bandwidth` bytes a second."""
-    return (weight_bytes(facts) + batch * context * facts.kv_bytes_per_token) / bandwidth * 1e3
+def kv_token_bytes(engine: Engine) -> float:
+    """Bytes that the engine's cache stores of one more token, over all layers, in its own format.
+
+    Raises UserError where the room does not depend on the bytes.
+    """
+    from core.testing.rig import budget_for
+
+    kv, facts = engine.plan.kv.build(), engine.facts
+    limits = replace(engine.limits, max_num_seqs=engine.limits.max_num_seqs + 1)
+    few, many = (budget_for(kv, facts, limits, num_tokens) for num_tokens in (1, 1 << 40))
+    room = [kv.capacity(num_bytes, facts, limits).num_tokens for num_bytes in (few, many)]
+    if room[0] == room[1]:
+        raise UserError(
+            f"kv '{engine.plan.kv.name}' has room for {room[0]} tokens whatever its bytes, which "
+            "does not tell what it stores of a token: leave kv.num_blocks out"
+        )
+    return (many - few) / (room[1] - room[0])
+
+
+def decode_floor_ms(
+    facts: ModelFacts, batch: int, context: int, bandwidth: float, token_bytes: float
+) -> float:
+    """Weights and the context's keys and values (`token_bytes` a token), read once, at `bandwidth`
+    bytes a second."""
+    return (weight_bytes(facts) + batch * context * token_bytes) / bandwidth * 1e3
 
 
 def prefill_floor_ms(facts: ModelFacts, num_tokens: int, bandwidth: float, flops: float) -> float:
@@ -53,48 +79,106 @@ def prefill_floor_ms(facts: ModelFacts, num_tokens: int, bandwidth: float, flops
     return max(weight_bytes(facts) / bandwidth, (linear + attention) / flops) * 1e3
 
 
+def prompt_padding(engine: Engine, num_tokens: int) -> float:
+    """Padded tokens over tokens, less 1, of a lone prompt; 0 where it runs eagerly."""
+    graphs, budget = engine.plan.graphs.build(), engine.limits.max_num_batched_tokens
+    graphs.shapes(engine.limits)
+    num_padded = 0
+    for start in range(0, num_tokens, budget):
+        end = min(start + budget, num_tokens)
+        # As in the executor: a single token is decoding, and a later chunk is not fresh.
+        shape = graphs.select(end - start, 1, end - start, end, not start and end > 1)
+        num_padded += end - start if shape is None else shape.num_tokens
+    return num_padded / num_tokens - 1
+
+
 def prefill_ms(
     engine: Engine, num_tokens: int, repeats: int, rng: np.random.Generator
 ) -> list[float]:
-    """TTFT in milliseconds, from `add_request` to the token on the host, one lone prompt at a
-    time."""
+    """TTFT in milliseconds, from `add_request` to the token on the host, one lone prompt at a time.
+
+    Raises UserError where the engine refuses such a prompt, RunError where a step fails.
+    """
     from core.sampling import SamplingParams
 
     one = SamplingParams(max_tokens=1, ignore_eos=True)
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 3):
         prompt = rng.integers(0, engine.facts.vocab_size, num_tokens).tolist()
-        times.append(engine.generate([prompt], one)[0].metrics.ttft_ms)
+        output = engine.generate([prompt], one)[0]
+        if output.error is not None:
+            raise RunError(f"a prompt of {num_tokens} tokens failed: {output.error}")
+        assert output.metrics.ttft_ms is not None, "it ended by length"
+        times.append(output.metrics.ttft_ms)
     return times[3:]
 
 
 def decode_ms(
     engine: Engine, batch: int, context: int, steps: int, rng: np.random.Generator
 ) -> list[float]:
-    """Milliseconds between steps of a full batch, the context passing through `context` tokens."""
+    """Milliseconds between steps of a full batch, the context passing through `context` tokens.
+
+    Raises UserError where the cache does not hold the batch, RunError where a step fails.
+    """
     from core.sampling import SamplingParams
 
+    if batch > engine.limits.max_num_seqs:
+        raise UserError(
+            f"a batch of {batch} was asked for and {engine.limits.max_num_seqs} sequences run at "
+            "once: raise --kv-cache-bytes"
+        )
     warm_up, prompt_len = 8, context - steps // 2
     # The first to decode are ahead by as many tokens as steps are spent on the prompts of the rest;
     # were they to end while steps are timed, the batch would not be full.
     ahead = batch * prompt_len // engine.limits.max_num_batched_tokens + 2
     prompt_len = max(1, prompt_len - ahead // 2 - warm_up)
     params = SamplingParams(max_tokens=steps + warm_up + ahead + 4, ignore_eos=True)
+    num_preemptions = engine.counters.num_preemptions
     for _ in range(batch):
         engine.add_request(rng.integers(0, engine.facts.vocab_size, prompt_len).tolist(), params)
     decoding: set[str] = set()
+    outputs: list[RequestOutput] = []
+
+    def step() -> None:
+        for event in engine.step():
+            decoding.add(event.request_id)
+            if event.output is not None:
+                outputs.append(event.output)
+
     while len(decoding) < batch:
-        decoding.update(event.request_id for event in engine.step())
+        step()
     for _ in range(warm_up):
-        engine.step()
-    stamps, ended = [time.perf_counter()], False
+        step()
+    stamps = [time.perf_counter()]
     for _ in range(steps):
-        ended = any(event.output for event in engine.step()) or ended
+        step()
         stamps.append(time.perf_counter())
-    assert not ended, "a request ended while a full batch was timed"
+    early = list(outputs)  # they were to go on until all had been timed
     while engine.has_unfinished():
         engine.step()
+    if failed := [output.error for output in early if output.error]:
+        raise RunError(f"{len(failed)} of {batch} sequences failed: {failed[0]}")
+    num_preemptions = engine.counters.num_preemptions - num_preemptions
+    if early or num_preemptions:
+        raise UserError(
+            f"the cache does not hold {batch} sequences of {context + steps // 2} tokens at once, "
+            f"{len(early)} ended before all were timed and {num_preemptions} were preempted: raise "
+            "--kv-cache-bytes, or lower --batch or --context"
+        )
     return [gap * 1e3 for gap in np.diff(stamps)]
+
+
+def step_medians(args: argparse.Namespace, engine: Engine, seed: int) -> dict[str, float]:
+    """The median, in ms, of each prefill and decode step that `args` names, prompts by `seed`."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for n in args.prefill:
+        times = prefill_ms(engine, n, args.repeats, rng)
+        found[f"prefill {n}"] = statistics.median(times)
+    for n in args.batch:
+        times = decode_ms(engine, n, args.context, args.steps, rng)
+        found[f"decode {n}"] = statistics.median(times)
+    return found
 
 
 def summary(times: list[float], floor: float) -> dict[str, float]:
@@ -107,20 +191,28 @@ def summary(times: list[float], floor: float) -> dict[str, float]:
         "p90_ms": float(np.quantile(times, 0.9)),
         "floor_ms": floor,
         "x_floor": p50 / floor,
+        "share_of_floor": floor / p50,
     }
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Every prefill length and batch size that was asked for."""
+    """Every prefill length and batch size that was asked for; of a prompt that the engine refuses,
+    its sentence."""
     rng = np.random.default_rng(args.seed)
     facts, rates = engine.facts, (args.bandwidth * 1e12, args.flops * 1e12)
-    rows: dict[str, Any] = {"prefill": {}, "decode": {}}
+    token_bytes = kv_token_bytes(engine)
+    rows: dict[str, Any] = {"kv_token_bytes": token_bytes, "prefill": {}, "decode": {}}
     for n in args.prefill:
-        times = prefill_ms(engine, n, args.repeats, rng)
-        rows["prefill"][n] = summary(times, prefill_floor_ms(facts, n, *rates))
+        try:
+            times = prefill_ms(engine, n, args.repeats, rng)
+        except UserError as error:
+            rows["prefill"][n] = {"refused": str(error)}
+            continue
+        row = summary(times, prefill_floor_ms(facts, n, *rates))
+        rows["prefill"][n] = row | {"padding": prompt_padding(engine, n)}
     for batch in args.batch:
         times = decode_ms(engine, batch, args.context, args.steps, rng)
-        floor = decode_floor_ms(facts, batch, args.context, rates[0])
+        floor = decode_floor_ms(facts, batch, args.context, rates[0], token_bytes)
         rows["decode"][batch] = summary(times, floor)
     return rows
 
@@ -134,14 +226,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SEAM.FIELD=VALUE")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 1024, 4096])
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        nargs="*",
+        default=[128, 150, 512, 1024, 1100, 2048, 4096, 4400, 16384],
+        help="tokens of lone prompts",
+    )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument(
         "--context", type=int, default=1088, help="tokens, at the middle of the timed steps"
     )
     parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
     parser.add_argument("--repeats", type=int, default=20, help="prefills timed")
-    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-model-len", type=int, default=16640)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument(
         "--bandwidth", type=float, default=4.24, help="TB/s, measured on the device"
@@ -155,7 +253,6 @@ def main(argv: list[str] | None = None) -> int:
 
     from core.config import parse_setting
     from core.engine import Engine
-    from core.errors import RunError, UserError
 
     try:
         records.check_folder(args.json)
@@ -193,17 +290,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print(rows: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    units = {"prefill": "tokens", "decode": "sequences"}
+    found = [
+        (f"{kind} {size} {unit}", row)
+        for kind, unit in units.items()
+        for size, row in rows[kind].items()
+    ]
+    print_rows([_cells(step, row) for step, row in found if "refused" not in row], sys.stdout)
+    for step, row in found:
+        if "refused" in row:
+            print(f"{step}: {row['refused']}")
 
-    table = Table("step", "n", "p50 ms", "min ms", "p90 ms", "floor ms", "× floor")
-    for kind, unit in (("prefill", "tokens"), ("decode", "sequences")):
-        for size, row in rows[kind].items():
-            figures = [
-                f"{row[k]:.2f}" for k in ("p50_ms", "min_ms", "p90_ms", "floor_ms", "x_floor")
-            ]
-            table.add_row(f"{kind} {size} {unit}", str(row["n"]), *figures)
-    Console().print(table)
+
+def _cells(step: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": step,
+        "n": row["n"],
+        "p50 ms": row["p50_ms"],
+        "min ms": row["min_ms"],
+        "p90 ms": row["p90_ms"],
+        "floor ms": row["floor_ms"],
+        "× floor": row["x_floor"],
+        "% of floor": f"{row['share_of_floor']:.1%}",
+        "padding": f"{row['padding']:.1%}" if "padding" in row else None,
+    }
 
 
 if __name__ == "__main__":
