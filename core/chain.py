@@ -57,7 +57,7 @@ def cover(
     """Replace runs of nodes by spans, without overlap; nodes that no span claims stay plain.
 
     Spans claim in order of priority, then of length, then of name. With `strict` (spans asked for
-    by name) two that want the same node are an error. `fuel` bounds the number of places claimed,
+    by name) two of one priority that want the same node are an error. `fuel` bounds the number of places claimed,
     counted from the start of the chain: bisecting on it finds the first place where a span
     deviates.
     """
@@ -73,7 +73,7 @@ def cover(
             if taken is None:
                 starts[i] = span
                 claimed.update(dict.fromkeys(range(i, i + width), span))
-            elif strict and taken is not span:
+            elif strict and taken is not span and taken.priority == span.priority:
                 raise UserError(
                     f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}: "
                     "name one of them in fusion.only"

@@ -73,6 +73,8 @@ def test_two_spans_asked_for_by_name_that_overlap_are_an_error_naming_both():
     with pytest.raises(UserError) as caught:
         cover(chain(), overlapping, strict=True)
     assert all(word in str(caught.value) for word in ("'one'", "'two'", "'mlp_norm'"))
+    urgent = [overlapping[0], span("two", "mlp_norm", "gate_up", priority=1)]
+    assert "one" not in names(cover(chain(), urgent, strict=True)), "a priority is an answer"
 
 
 @pytest.mark.parametrize("fuel", range(5))

@@ -1,7 +1,8 @@
 """`triton`: the memory-bound spans of the decoder, and the sampler, as one Triton kernel each.
 
 A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
-4.
+4. In small decode steps the products are a matter of latency too, and have kernels of their own:
+for one row with the norm in front and the addition behind, for up to 16 rows alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,32 @@ if TYPE_CHECKING:
     from core.facts import ModelFacts
     from core.seams import KVSink
 
-NAMES = ("embed_norm", "add_norm", "qk_rope_write", "act_mul", "sample")
+NAMES = (
+    "embed_norm",
+    "add_norm",
+    "norm",
+    "qk_rope_write",
+    "act_mul",
+    "norm_linear",
+    "linear_add",
+    "linear",
+    "linear_act",
+    "sample",
+)
+MAX_FEW_ROWS = 16
 
 
 def _always(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
     return True
+
+
+def _one_row(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+    """In float32 tensor cores and these kernels have nothing to give."""
+    return num_tokens == 1 and facts.dtype.itemsize == 2
+
+
+def _few_rows(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+    return num_tokens <= MAX_FEW_ROWS and facts.dtype.itemsize == 2
 
 
 def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
@@ -55,14 +77,33 @@ class TritonFusion:
         from plugins.fusion.kernels import runs
 
         offered = (
-            Span("embed_norm", ("embed", "attn_norm"), runs.embed_norm, _always),
+            Span("embed_norm", ("embed", "attn_norm"), runs.embed_norm, _always, 2),
             Span("add_norm", ("attn_add", "mlp_norm"), runs.add_mlp_norm, _always),
             Span("add_norm", ("mlp_add", "attn_norm"), runs.add_attn_norm, _always),
             Span("add_norm", ("mlp_add", "final_norm"), runs.add_final_norm, _always),
             Span(
                 "qk_rope_write", ("qk_norm", "rope", "kv_write"), runs.qk_rope_write, _writes_blocks
             ),
-            Span("act_mul", ("act_mul",), runs.act_mul, _always),
+            # For the nodes that no longer span has claimed.
+            Span("norm", ("attn_norm",), runs.attn_norm, _always, -1),
+            Span("norm", ("mlp_norm",), runs.mlp_norm, _always, -1),
+            Span("norm", ("final_norm",), runs.final_norm, _always, -1),
+            Span("act_mul", ("act_mul",), runs.act_mul, _always, -1),
+            # An addition that a product takes along needs no norm to share a kernel with.
+            Span("norm_linear", ("attn_norm", "qkv_proj"), runs.norm_qkv, _one_row, 1),
+            Span(
+                "norm_linear",
+                ("mlp_norm", "gate_up", "act_mul"),
+                runs.norm_gate_up_act,
+                _one_row,
+                1,
+            ),
+            Span("linear_add", ("o_proj", "attn_add"), runs.o_add, _one_row, 1),
+            Span("linear_add", ("down", "mlp_add"), runs.down_add, _one_row, 1),
+            Span("linear", ("qkv_proj",), runs.qkv_proj, _few_rows),
+            Span("linear", ("o_proj",), runs.o_proj, _few_rows),
+            Span("linear", ("down",), runs.down, _few_rows),
+            Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows),
             Span("sample", ("sample",), runs.sample, _always),
         )
         only = self.config.only

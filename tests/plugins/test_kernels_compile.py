@@ -344,3 +344,32 @@ def test_sample(launches, tmp_path):
 
     sample(empty(256, 151936), empty(256, dtype=torch.float32), ints(256, 2), ints(256))
     assert "ld.global.v4" in compile_all(launches, tmp_path)["_scores_kernel"].ptx
+
+
+# Hidden width, query width, packed qkv width, width of the MLP: Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B.
+WIDTHS = [(1024, 2048, 4096, 3072), (2560, 4096, 6144, 9728), (896, 896, 1152, 4864)]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_few_rows(launches, tmp_path, widths):
+    """Weights are loaded in 16-byte pieces, the first of them ahead of the wait."""
+    from plugins.fusion.kernels.few_rows import few_rows, one_row
+
+    hidden, query, qkv, inner = widths
+    for num_rows in (1, 8):
+        x = empty(num_rows, hidden)
+        few_rows(x, empty(qkv, hidden), empty(qkv))
+        few_rows(empty(num_rows, query), empty(hidden, query))
+        few_rows(x, empty(2 * inner, hidden), act=True)
+        few_rows(empty(num_rows, inner), empty(hidden, inner))
+    x, gain = empty(1, hidden), empty(hidden)
+    one_row(x, empty(qkv, hidden), empty(qkv), gain_K=gain)
+    one_row(empty(1, query), empty(hidden, query), residual_N=x, out_N=x)
+    one_row(x, empty(2 * inner, hidden), gain_K=gain, act=True)
+    one_row(empty(1, inner), empty(hidden, inner), residual_N=x, out_N=x)
+    for kernel in [compile_launch(launch, tmp_path) for launch in launches]:
+        print(f"{kernel.name}: {kernel.num_registers} registers, {kernel.shared_bytes} B shared")
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= SHARED_BYTES
+        ahead, wait, _ = kernel.ptx.partition("griddepcontrol.wait")
+        assert wait and "griddepcontrol.launch_dependents" in ahead
+        assert "ld.global.v4" in ahead

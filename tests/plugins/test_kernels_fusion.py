@@ -110,6 +110,65 @@ def test_act_mul(place, width):
     assert_rounded_alike(act_mul(gate_up), act_mul_reference(gate_up))
 
 
+@pytest.mark.parametrize("width", [8, 1000])
+def test_norm(place, width):
+    from core.model import rms_norm
+    from plugins.fusion.kernels.add_norm import norm
+
+    x, gain = randn(place, 7, width + 8, scale=3.0)[:, :width], randn(place, width, seed=3)
+    before = x.clone()
+    assert_rounded_alike(norm(x, gain, 1e-6), rms_norm(x, gain, 1e-6))
+    assert x.equal(before)
+
+
+# ----------------------------------------------------------------------------------------- few_rows
+
+# Outputs and inputs of a product: less than a tile, odd, several chunks, one row of 4 a program.
+PRODUCTS = [(5, 24), (96, 64), (33, 1500), (130, 2560), (2050, 40)]
+
+
+def weights(place, n, k, seed=5):
+    return randn(place, n, k, seed=seed, scale=k**-0.5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "act"])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_few_rows(place, shape, num_rows, kind):
+    from plugins.fusion.kernels.few_rows import few_rows, few_rows_reference
+
+    n, k = shape
+    x = randn(place, num_rows, k + 8)[:, :k]
+    weight = weights(place, 2 * n if kind == "act" else n, k)
+    given = (x, weight, randn(place, n, seed=6) if kind == "bias" else None)
+    assert_rounded_alike(
+        few_rows(*given, act=kind == "act"),
+        few_rows_reference(*given, act=kind == "act"),
+        share=0.1,
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "act", "norm", "norm bias", "norm act", "add"])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_one_row(place, shape, kind):
+    """Beside the row lies nothing that is read; an addition is made in place."""
+    from plugins.fusion.kernels.few_rows import one_row, one_row_reference
+
+    n, k = shape
+    act = "act" in kind
+    x = poisoned(randn(place, 3, k))
+    x[1] = randn(place, k, scale=3.0)
+    given = (x[1:2], weights(place, 2 * n if act else n, k))
+    bias = randn(place, n, seed=6) if "bias" in kind else None
+    residual = randn(place, 1, n, seed=7, scale=3.0) if kind == "add" else None
+    gain = randn(place, k, seed=8) if "norm" in kind else None
+    options = {"gain_K": gain, "eps": 1e-6, "act": act}
+    wanted = one_row_reference(*given, bias, residual_N=residual, **options)
+    found = one_row(*given, bias, residual_N=residual, out_N=residual, **options)
+    assert residual is None or found is residual
+    assert_rounded_alike(found, wanted, share=0.1)
+
+
 # ------------------------------------------------------------------------------------ qk_rope_write
 
 # Query heads, KV heads, head_dim, block size.
@@ -349,14 +408,41 @@ def tiny(place, *, qk_norm, num_layers=2):
     return facts, sink, decoder_chain(head, sites), batch
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_the_covered_chain_computes_what_the_plain_one_does(place, qk_norm):
-    facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
+def covered_by(chain, facts, sink, place, num_tokens):
+    """The chain under all spans that apply to a step of `num_tokens` tokens."""
     spans = TritonFusion().spans(facts, torch.device(place[0]))
-    assert all(span.when(6, facts, sink) for span in spans)
-    covered = cover(chain, spans, strict=True)
-    layer = "qkv_proj qk_rope_write attention o_proj add_norm gate_up act_mul down add_norm".split()
-    assert [op.name for op in covered] == ["embed_norm", *layer, *layer, "lm_head"]
+    return cover(chain, [span for span in spans if span.when(num_tokens, facts, sink)], strict=True)
+
+
+MANY = "qkv_proj qk_rope_write attention o_proj add_norm gate_up act_mul down add_norm"
+FEW = "linear qk_rope_write attention linear add_norm linear_act linear add_norm"
+ONE = "norm_linear qk_rope_write attention linear_add norm_linear linear_add"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
+def test_small_steps_have_kernels_for_products(place, num_tokens):
+    """The first layer's norm goes with the embedding; the last addition of one row with a product,
+    and the final norm is alone then. Not in float32."""
+    facts, sink, chain, _ = tiny(place, qk_norm=True)
+    found = [op.name for op in covered_by(chain, facts, sink, place, num_tokens)]
+    if num_tokens == 17 or place[1] == torch.float32:
+        assert found == ["embed_norm", *MANY.split() * 2, "lm_head"]
+    elif num_tokens > 1:
+        assert found == ["embed_norm", *FEW.split() * 2, "lm_head"]
+    else:
+        first = ["embed_norm", "linear", *ONE.split()[1:]]
+        assert found == [*first, *ONE.split(), "norm", "lm_head"]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 6, 17])
+def test_the_covered_chain_computes_what_the_plain_one_does(place, num_tokens, qk_norm):
+    """17: of the six tokens there are, by the kernels for many."""
+    facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
+    if num_tokens == 1:
+        for name in ("token_ids", "token_slots", "positions", "logit_rows"):
+            setattr(batch, name, getattr(batch, name)[:1])
+    covered = covered_by(chain, facts, sink, place, num_tokens)
     wanted = execute(cover(chain, []), batch, {})["logits"]
     sink.k.fill_(torch.nan)
     sink.v.fill_(torch.nan)
@@ -368,7 +454,7 @@ def test_the_covered_chain_computes_what_the_plain_one_does(place, qk_norm):
 def test_a_step_without_logits_ends_at_the_final_norm(place):
     """Chunks of a prompt, and scoring, run the chain up to its final hidden states."""
     facts, sink, chain, batch = tiny(place, qk_norm=True)
-    covered = cover(chain[:-1], TritonFusion().spans(facts, torch.device(place[0])), strict=True)
+    covered = covered_by(chain[:-1], facts, sink, place, 6)
     wanted = execute(cover(chain[:-1], []), batch, {})["hidden"]
     found = execute(covered, batch, {})["hidden"]
     tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[place[1]]
@@ -392,7 +478,7 @@ def test_the_sample_span(place):
 
 def test_keys_and_values_are_written_only_where_the_sink_is_known():
     spans = {span.name: span for span in TritonFusion().spans(None, torch.device("cuda"))}
-    assert tuple(spans) == NAMES
+    assert spans.keys() == set(NAMES)
     write = spans["qk_rope_write"]
     facts = SimpleNamespace(head_dim=64)
     for kind in ("int8_blocks", "blocks"):

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from plugins.early_launch import after_previous, early
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,8 +18,10 @@ _ELEMENTS = 1024  # of the output a program
 
 @triton.jit
 def _act_mul_kernel(
-    gate_up_ptr, out_ptr, stride_token, N: tl.constexpr, ELEMENTS: tl.constexpr
+    gate_up_ptr, out_ptr, stride_token,
+    N: tl.constexpr, ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = i < N
@@ -37,8 +41,9 @@ def act_mul(gate_up_T2I: Tensor) -> Tensor:
     n = two_n // 2
     out = gate_up_T2I.new_empty(num_tokens, n)
     _act_mul_kernel[(num_tokens, triton.cdiv(n, _ELEMENTS))](
-        gate_up_T2I, out, gate_up_T2I.stride(0), N=n, ELEMENTS=_ELEMENTS, num_warps=4
-    )
+        gate_up_T2I, out, gate_up_T2I.stride(0), N=n, ELEMENTS=_ELEMENTS, num_warps=4,
+        **early(out.device),
+    )  # fmt: skip
     return out
 
 

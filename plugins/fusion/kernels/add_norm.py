@@ -1,4 +1,5 @@
-"""Residual addition and RMSNorm in one pass; and, for the first layer, embedding and RMSNorm."""
+"""Residual addition and RMSNorm in one pass, RMSNorm alone, and for the first layer embedding and
+RMSNorm."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from core.model import rms_norm
+from plugins.early_launch import early, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,18 +27,21 @@ def _normed(x, gain, eps, N: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _add_norm_kernel(
     residual_ptr, hidden_ptr, gain_ptr, out_ptr, eps, stride_residual, stride_hidden, stride_out,
-    N: tl.constexpr, N_PADDED: tl.constexpr,
+    N: tl.constexpr, N_PADDED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N_PADDED)
     mask = i < N
     dtype = residual_ptr.dtype.element_ty
     residual_at = residual_ptr + token * stride_residual + i
     gain = tl.load(gain_ptr + i, mask=mask, other=0.0)
-    residual = tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
-    hidden = tl.load(hidden_ptr + token * stride_hidden + i, mask=mask, other=0.0).to(tl.float32)
-    added = (residual + hidden).to(dtype)
-    tl.store(residual_at, added, mask=mask)
+    wait_for_previous(PDL)
+    added = tl.load(residual_at, mask=mask, other=0.0)
+    if ADD:
+        hidden = tl.load(hidden_ptr + token * stride_hidden + i, mask=mask, other=0.0)
+        added = (added.to(tl.float32) + hidden.to(tl.float32)).to(dtype)
+        tl.store(residual_at, added, mask=mask)
     normed = _normed(added.to(tl.float32), gain, eps, N, dtype)
     tl.store(out_ptr + token * stride_out + i, normed, mask=mask)
 
@@ -78,8 +83,20 @@ def add_norm(
     _add_norm_kernel[(num_tokens,)](
         residual_TN, hidden_TN, gain_N, out_TN, eps,
         residual_TN.stride(0), hidden_TN.stride(0), out_TN.stride(0),
-        N=n, N_PADDED=padded, num_warps=num_warps,
+        N=n, N_PADDED=padded, ADD=True, num_warps=num_warps, **early(out_TN.device),
     )  # fmt: skip
+
+
+def norm(x_TN: Tensor, gain_N: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * gain, [T, N], of rows of unit stride."""
+    num_tokens, n = x_TN.shape
+    out = x_TN.new_empty(num_tokens, n)
+    padded, num_warps = _width(n)
+    _add_norm_kernel[(num_tokens,)](
+        x_TN, x_TN, gain_N, out, eps, x_TN.stride(0), x_TN.stride(0), n,
+        N=n, N_PADDED=padded, ADD=False, num_warps=num_warps, **early(out.device),
+    )  # fmt: skip
+    return out
 
 
 def add_norm_reference(

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from core.model import rms_norm, rotate
+from plugins.early_launch import after_previous, early
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +43,9 @@ def _qk_rope_write_kernel(
     k_cache_ptr, v_cache_ptr, fresh_k_ptr, fresh_v_ptr, eps,
     stride_qkv, stride_block, stride_kv_head,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -117,7 +119,7 @@ def qk_rope_write(
         k_cache, v_cache, fresh_k, fresh_v, eps,
         qkv_TP.stride(0), k_cache.stride(0), k_cache.stride(1),
         NUM_Q=num_heads, NUM_KV=num_kv_heads, D=head_dim, BLOCK=block_size, HEADS=heads,
-        NORM=gains is not None, HAS_FRESH=fresh is not None, num_warps=2,
+        NORM=gains is not None, HAS_FRESH=fresh is not None, num_warps=2, **early(q.device),
         # Contracted into fma.f16 or fma.bf16, a product would lose the rounding of the plain nodes.
         enable_fp_fusion=False,
     )  # fmt: skip

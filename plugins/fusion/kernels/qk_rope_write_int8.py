@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from plugins.early_launch import after_previous, early
 from plugins.fusion.kernels.qk_rope_write import ELEMENTS, rotated
 from plugins.kv.kernels.write_int8 import codes_of, scale_of
 
@@ -39,7 +40,9 @@ def _qk_rope_write_int8_kernel(
     stride_qkv, stride_block, stride_kv_head, stride_scale_block,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -126,6 +129,7 @@ def qk_rope_write_int8(
         qkv_TP.stride(0), sink.k.stride(0), sink.k.stride(1), sink.k_scale.stride(0),
         NUM_Q=num_heads, NUM_KV=num_kv_heads, D=head_dim, BLOCK=sink.block_size, HEADS=heads,
         LARGEST=sink.max_code, NORM=gains is not None, HAS_FRESH=fresh is not None, num_warps=2,
+        **early(q.device),
         # Contracted into fma.f16 or fma.bf16, a product would lose the rounding of the plain nodes.
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from plugins.fusion.kernels.act_mul import act_mul as _act_mul
-from plugins.fusion.kernels.add_norm import add_norm as _add_norm, embed_norm as _embed_norm
+from plugins.fusion.kernels.add_norm import (
+    add_norm as _add_norm,
+    embed_norm as _embed_norm,
+    norm as _norm,
+)
+from plugins.fusion.kernels.few_rows import few_rows, one_row
 from plugins.fusion.kernels.qk_rope_write import qk_rope_write as _qk_rope_write
 from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8 as _qk_rope_write_int8
 from plugins.fusion.kernels.sample import sample as _sample
@@ -73,6 +78,69 @@ def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
 def act_mul(sites: Sites, batch: Batch, gate_up: Tensor) -> tuple[Tensor]:
     """act_mul: (act,)."""
     return (_act_mul(gate_up),)
+
+
+def attn_norm(sites: Sites, batch: Batch, residual: Tensor) -> tuple[Tensor]:
+    """attn_norm: (hidden,)."""
+    return (_norm(residual, sites[0].weights.attn_norm, sites[0].facts.rms_norm_eps),)
+
+
+def mlp_norm(sites: Sites, batch: Batch, residual: Tensor) -> tuple[Tensor]:
+    """mlp_norm: (hidden,)."""
+    return (_norm(residual, sites[0].weights.mlp_norm, sites[0].facts.rms_norm_eps),)
+
+
+def final_norm(sites: Sites, batch: Batch, residual: Tensor) -> tuple[Tensor]:
+    """final_norm: (hidden,)."""
+    return (_norm(residual, sites[0].model.final_norm, sites[0].facts.rms_norm_eps),)
+
+
+# -------- for one row of tokens
+
+
+def norm_qkv(sites: Sites, batch: Batch, residual: Tensor) -> tuple[Tensor]:
+    """attn_norm · qkv_proj: (qkv,)."""
+    w, eps = sites[0].weights, sites[0].facts.rms_norm_eps
+    return (one_row(residual, w.qkv, w.qkv_bias, gain_K=w.attn_norm, eps=eps),)
+
+
+def norm_gate_up_act(sites: Sites, batch: Batch, residual: Tensor) -> tuple[Tensor]:
+    """mlp_norm · gate_up · act_mul: (act,)."""
+    w, eps = sites[0].weights, sites[0].facts.rms_norm_eps
+    return (one_row(residual, w.gate_up, gain_K=w.mlp_norm, eps=eps, act=True),)
+
+
+def o_add(sites: Sites, batch: Batch, residual: Tensor, ctx: Tensor) -> tuple[Tensor]:
+    """o_proj · attn_add: (residual,), in place."""
+    return (one_row(ctx, sites[0].weights.o, residual_N=residual, out_N=residual),)
+
+
+def down_add(sites: Sites, batch: Batch, residual: Tensor, act: Tensor) -> tuple[Tensor]:
+    """down · mlp_add: (residual,), in place."""
+    return (one_row(act, sites[0].weights.down, residual_N=residual, out_N=residual),)
+
+
+# -------- for few rows
+
+
+def qkv_proj(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
+    """qkv_proj: (qkv,)."""
+    return (few_rows(hidden, sites[0].weights.qkv, sites[0].weights.qkv_bias),)
+
+
+def o_proj(sites: Sites, batch: Batch, ctx: Tensor) -> tuple[Tensor]:
+    """o_proj: (hidden,)."""
+    return (few_rows(ctx, sites[0].weights.o),)
+
+
+def gate_up_act(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
+    """gate_up · act_mul: (act,)."""
+    return (few_rows(hidden, sites[0].weights.gate_up, act=True),)
+
+
+def down(sites: Sites, batch: Batch, act: Tensor) -> tuple[Tensor]:
+    """down: (hidden,)."""
+    return (few_rows(act, sites[0].weights.down),)
 
 
 def sample(sites: Sites, batch: Batch, logits: Tensor) -> tuple[Tensor]:

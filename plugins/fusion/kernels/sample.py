@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.early_launch import after_previous, early
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,8 +27,9 @@ def _fmix32(x):
 @triton.jit
 def _scores_kernel(
     logits_ptr, temperature_ptr, keys_ptr, best_ptr, index_ptr, num_blocks, stride_logits,
-    V: tl.constexpr, ELEMENTS: tl.constexpr,
+    V: tl.constexpr, ELEMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1)
     entry = block * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -52,7 +55,10 @@ def _scores_kernel(
 
 
 @triton.jit
-def _best_kernel(best_ptr, index_ptr, out_ptr, num_blocks, BLOCKS_PADDED: tl.constexpr):
+def _best_kernel(
+    best_ptr, index_ptr, out_ptr, num_blocks, BLOCKS_PADDED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS_PADDED)
     mask = block < num_blocks
@@ -74,10 +80,12 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor, out_R: Tens
     index = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_RV.device)
     _scores_kernel[(num_blocks, num_rows)](
         logits_RV, temperature_R, key_R2, best, index, num_blocks, logits_RV.stride(0),
-        V=num_entries, ELEMENTS=_ELEMENTS, num_warps=4,
+        V=num_entries, ELEMENTS=_ELEMENTS, num_warps=4, **early(best.device),
     )  # fmt: skip
     padded = triton.next_power_of_2(num_blocks)
-    _best_kernel[(num_rows,)](best, index, out_R, num_blocks, BLOCKS_PADDED=padded, num_warps=1)
+    _best_kernel[(num_rows,)](
+        best, index, out_R, num_blocks, BLOCKS_PADDED=padded, num_warps=1, **early(best.device)
+    )
 
 
 def scores_reference(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor) -> Tensor:

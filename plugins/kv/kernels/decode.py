@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.early_launch import after_previous, early
 from plugins.kv.kernels.limits import MAX_GROUP
 from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
 
@@ -28,8 +29,9 @@ def _decode_kernel(
     out_ptr, partial_ptr, lse_ptr, scale_log2, num_splits,
     stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -86,7 +88,9 @@ def _decode_kernel(
 def _merge_kernel(
     partial_ptr, lse_ptr, lens_ptr, num_decodes_ptr, out_ptr, num_splits, stride_out,
     D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, TILE_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     if row >= tl.load(num_decodes_ptr):
@@ -159,7 +163,7 @@ def decode_attention(
         0 if table is None else table.stride(0), out.stride(0),
         GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
         BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n,
-        SPLIT=num_splits > 1, num_warps=4, num_stages=3,
+        SPLIT=num_splits > 1, num_warps=4, num_stages=3, **early(out.device),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, seq_lens_R, num_decodes, out, tile_n)
@@ -182,6 +186,7 @@ def merge_splits(
         partial_RHSD, lse_RHS, seq_lens_R, num_decodes, out, num_splits, out.stride(0),
         D=head_dim, D_PADDED=triton.next_power_of_2(head_dim),
         SPLITS_PADDED=triton.next_power_of_2(num_splits), TILE_N=tile_n, num_warps=4,
+        **early(out.device),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.early_launch import after_previous, early
 from plugins.kv.int8_storage import dequantize
 from plugins.kv.kernels.decode import (
     choose_num_splits,
@@ -43,7 +44,9 @@ def _decode_int8_kernel(
     stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -205,7 +208,7 @@ def decode_int8(
         table.stride(0), out.stride(0),
         GROUP=group, D=head_dim, D_PADDED=padded, BLOCK=block_size, HALF=8 if group <= 8 else 16,
         TILE_N=launch.tile_n, SPLIT=num_splits > 1, DTYPE=product_dtype(q_THD),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **early(out.device),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, seq_lens_R, num_decodes, out, launch.tile_n)

@@ -1,0 +1,56 @@
+"""Kernels that start before the kernel in front of them has ended (programmatic dependent launch).
+
+Between two kernels of a decode step the device idles for a microsecond or so: the second is set up
+only when the first has gone. On sm_90 a kernel may be launched as soon as every program of the one
+in front has said so; what it does up to its wait (fetch its instructions, load weights, which no
+kernel writes) is then for nothing.
+
+A kernel that takes part calls `after_previous` before it touches anything that another kernel
+writes, and is launched with `**early(device)`. Its programs say at once that the next kernel may
+start: that one waits for the end of this one, and this one for the end of the one before it, so
+whoever has waited sees all that came before. A kernel that takes no part is ordered as always.
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+if TYPE_CHECKING:
+    import torch
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Tell the device that the next kernel may be launched."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Until the kernels in front have ended, and what they wrote is there."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """Both: the first line of a kernel that has nothing to do before its wait."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """The options of such a launch; on a device that has no such thing, those of a plain one."""
+    import torch
+
+    if device.type == "cpu":  # the interpreter
+        return {"PDL": False}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
