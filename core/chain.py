@@ -57,9 +57,9 @@ def cover(
     """Replace runs of nodes by spans, without overlap; nodes that no span claims stay plain.
 
     Spans claim in order of priority, then of length, then of name. With `strict` (spans asked for
-    by name) two of one priority that want the same node are an error. `fuel` bounds the number of places claimed,
-    counted from the start of the chain: bisecting on it finds the first place where a span
-    deviates.
+    by name) two of one priority that want the same node are an error. `fuel` bounds the number of
+    places claimed, counted from the start of the chain: bisecting on it finds the first place where
+    a span deviates.
     """
     names = [placed.node.name for placed in chain]
     claimed: dict[int, Span] = {}  # node index -> span, for every node of a claimed run

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from core import hookimpl
 
 if TYPE_CHECKING:
+    from core.engine import Engine
     from core.hookspecs import Register
     from core.plan import Plan
 
@@ -56,4 +58,30 @@ def outweigh_check_combination(plan: Plan) -> list[str]:
         refusals.append(
             "fusion 'onednn' has no products in float16: choose --fusion none, or --dtype bfloat16"
         )
+    if plan.graphs.offer.captures and getattr(plan.fusion.config, "verify", False):
+        refusals.append(
+            "fusion.verify compares on the host, which no captured graph can, and graphs "
+            f"'{plan.graphs.name}' captures: choose --graphs none"
+        )
     return refusals
+
+
+@hookimpl
+def outweigh_engine_built(engine: Engine) -> None:
+    """What `fusion.verify` counts is among the engine's own counters, so that reports have it."""
+    verification = getattr(engine.plan.fusion.config, "verification", None)
+    if verification is not None:
+        vars(engine.counters)["verified_spans"] = verification.counts
+
+
+@hookimpl
+def outweigh_run_finished(report: Mapping[str, Any]) -> None:
+    """Whether `fusion.verify` found nothing, or looked at nothing."""
+    by_span = report["counters"].get("verified_spans")
+    if by_span is not None:
+        kinds = ("num_places", "num_right", "num_deviating")
+        places, right, wrong = (sum(counts[kind] for counts in by_span.values()) for kind in kinds)
+        times = f"{right + wrong} times, at {places} places; {wrong or 'none'} deviated"
+        names = ", ".join(by_span)
+        what = f"compared spans ({names}) {times}" if by_span else "saw no span run"
+        print(f"outweigh: note: fusion.verify {what}")

@@ -15,6 +15,7 @@ from core.facts import ModelFacts
 from core.loading import LoadedModel, load_model
 from core.model import EMBED, FINAL_NORM, LAYER, LM_HEAD, Node, Site, rms_norm, rotate
 from core.rope import rope_tables
+from core.testing.parity import FLOAT32_LOGITS
 from core.testing.tiny import KINDS, VOCAB_SIZE, reference_generate, reference_logits, save_tiny
 
 
@@ -97,7 +98,7 @@ def test_float32_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> 
     ids = prompt(100)
     ours, theirs = PlainDecoder(load(tmp_path)).logits(ids), reference_logits(tmp_path, ids)
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=FLOAT32_LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_variants_of_a_kind_too(kind: str, overrides: dict[str, Any], tmp_path: 
     save_tiny(kind, tmp_path, seed=3, **overrides)
     ids = prompt(40)
     ours, theirs = PlainDecoder(load(tmp_path)).logits(ids), reference_logits(tmp_path, ids)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=FLOAT32_LOGITS)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2.5-yarn", "qwen3", "llama"])

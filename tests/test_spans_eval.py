@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from evals.speed.spans import AGAIN, PLAIN, arms, main, table
+from plugins.fusion.onednn import OneDnnFusion
 
 
 def test_an_arm_is_one_span_or_none_or_all():
@@ -12,8 +13,9 @@ def test_an_arm_is_one_span_or_none_or_all():
     assert found[PLAIN] == found[AGAIN] == ("none", {})
     assert found["inductor: add_norm"] == ("inductor", {"fusion.only": ["add_norm"]})
     assert found["inductor: all"] == ("inductor", {})
-    assert [name for name in found if name.startswith("onednn")] == ["onednn: all"]
+    assert found["onednn: down"] == ("onednn", {"fusion.only": ["down"]})
     assert sum(name.startswith("inductor") for name in found) == 5
+    assert sum(name.startswith("onednn") for name in found) == 6
 
 
 def test_ratios_are_of_medians_to_the_plain_nodes():
@@ -23,7 +25,8 @@ def test_ratios_are_of_medians_to_the_plain_nodes():
     assert [row["decode 1"] for row in rows] == ["3.00 (1.00x)", "3.00 (1.00x)", "1.50 (0.50x)"]
 
 
-def test_a_run_measures_every_arm_in_every_round(tmp_path, capsys):
+def test_a_run_measures_every_arm_in_every_round(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(OneDnnFusion.Config, "names", ("down",))
     argv = "--model random:tiny --device cpu --fusion onednn --prefill 16 --batch 1 2 --steps 4"
     argv += f" --context 32 --repeats 2 --rounds 2 --kv-cache-bytes 16MiB --json {tmp_path}/x.json"
     assert main(argv.split()) == 0
@@ -31,7 +34,7 @@ def test_a_run_measures_every_arm_in_every_round(tmp_path, capsys):
     result = json.loads((tmp_path / "x.json").read_text())
     assert result["median_ms"].keys() == {"prefill 16", "decode 1", "decode 2"}
     for by_arm in result["median_ms"].values():
-        assert by_arm.keys() == {PLAIN, AGAIN, "onednn: all"}
+        assert by_arm.keys() == {PLAIN, AGAIN, "onednn: down", "onednn: all"}
         assert all(len(times) == 2 and min(times) > 0 for times in by_arm.values())
 
 

@@ -28,6 +28,7 @@ from core.conform import bind
 from core.errors import UserError
 from core.registry import Registry
 from core.seams import offered
+from core.testing import parity
 from core.testing.decoder import HIDDEN, UNKNOWN, DecoderRig, save_decoder
 from core.testing.spans import ROW_VALUES, Deviation, compare, covers, difference, verify
 from core.testing.tiny import KINDS
@@ -98,7 +99,7 @@ class FusionSuite:
     config: ClassVar[Mapping[str, Any]] = {}
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[torch.dtype] = torch.float32
-    tolerance: ClassVar[float] = 1e-5
+    tolerance: ClassVar[float] = parity.SPAN[torch.float32]
     expected_failures: ClassVar[Mapping[str, str]] = {}
     kinds: ClassVar[tuple[str, ...]] = tuple(KINDS)
     caches: ClassVar[tuple[str, ...]] = ("paged", "contiguous", HIDDEN)
@@ -308,7 +309,7 @@ class FusionGpuSuite(FusionSuite):
 
     device: ClassVar[str] = "cuda"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
-    tolerance: ClassVar[float] = 1.6e-2
+    tolerance: ClassVar[float] = parity.SPAN[torch.bfloat16]
 
 
 def _fit(spans: Seq[Span], decoder: DecoderRig, batch: Batch) -> list[Span]:

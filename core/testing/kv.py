@@ -22,7 +22,7 @@ import torch
 from core.batch import Limits
 from core.conform import bind
 from core.registry import Registry
-from core.testing import codes
+from core.testing import codes, parity
 from core.testing.dense import run_dense_step, worst_error
 from core.testing.oracle import PageOracle
 from core.testing.probes import check_gather, compute, decode, run_step
@@ -48,7 +48,7 @@ class KVManagerSuite:
     config: ClassVar[Mapping[str, Any]] = {}
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[torch.dtype] = torch.float32
-    tolerance: ClassVar[float] = 1e-5
+    tolerance: ClassVar[float] = parity.CACHE[torch.float32]
     bytes_per_token: ClassVar[float | None] = None
     expected_failures: ClassVar[Mapping[str, str]] = {}
     limits: ClassVar[Limits] = Limits(MAX_LEN, 4, 64)

@@ -41,7 +41,7 @@ class InductorFusion:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or self.Config()
 
-    def spans(self, facts: ModelFacts, device: torch.device) -> list[Span]:
+    def spans(self, facts: ModelFacts, device: torch.device) -> tuple[Span, ...]:
         """Spans over functions that are compiled for this decoder alone."""
         embed_norm, add_norm, norm, qk_rope, act_mul = map(_compiled, _functions(facts))
         offered = [
@@ -52,8 +52,7 @@ class InductorFusion:
             Span("qk_rope", ("qk_norm", "rope"), partial(_qk_rope, qk_rope), _always),
             Span("act_mul", ("act_mul",), partial(_act_mul, act_mul), _always),
         ]
-        only = self.config.only
-        return [span for span in offered if only is None or span.name in only]
+        return self.config.chosen(offered)
 
 
 def _always(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:

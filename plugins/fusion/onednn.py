@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import psutil
 from pydantic import Field
 
-from core.config import OfferConfig
 from core.errors import UserError
 from core.seams import Span
+from plugins.fusion.options import SpanOptions
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,9 @@ class OneDnnFusion:
     api: ClassVar[int] = 1
     lossless: ClassVar[bool] = True
 
-    class Config(OfferConfig):
+    class Config(SpanOptions):
+        names = (*_LINEAR, "lm_head")
+
         pack: bool = Field(
             True, description="keep a second copy of the weights, in oneDNN's own layout"
         )
@@ -48,7 +50,7 @@ class OneDnnFusion:
         self.config = config or self.Config()
         self._products: _Products | None = None  # of the decoder that is being built
 
-    def spans(self, facts: ModelFacts, device: torch.device) -> list[Span]:
+    def spans(self, facts: ModelFacts, device: torch.device) -> tuple[Span, ...]:
         """A span a linear node. Raises UserError off the CPU, and where torch has no oneDNN."""
         import torch
 
@@ -63,15 +65,18 @@ class OneDnnFusion:
             node: partial(_linear, products, field) for node, field in _LINEAR.items()
         }
         runs["lm_head"] = partial(_lm_head, products)
-        return [Span(name, (name,), run, _is_known) for name, run in runs.items()]
+        offered = (Span(name, (name,), run, _is_known) for name, run in runs.items())
+        return self.config.chosen(offered)
 
     def weights(self, weights: ModelWeights) -> None:
         """Pack them. Raises UserError where the memory does not hold the copy."""
         products, self._products = self._products, None
         assert products is not None, "spans come first"
         if self.config.pack and _multiplies(weights.embed.dtype):
-            layers = [getattr(w, field) for w in weights.layers for field in _LINEAR.values()]
-            products.pack([*layers, weights.lm_head])
+            used = self.config.names if self.config.only is None else self.config.only
+            fields = [field for node, field in _LINEAR.items() if node in used]
+            linear = [getattr(w, field) for w in weights.layers for field in fields]
+            products.pack([*linear, *[weights.lm_head] * ("lm_head" in used)])
 
 
 def _is_known(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:

@@ -1,12 +1,33 @@
-"""The options that every set of spans has: which of them, and at how many places."""
+"""The options that every set of spans has: which of them, at how many places, and watched or not.
+
+A set of anybody's has them too: its `Config` subclasses `SpanOptions`, and its `spans` ends with
+`chosen`:
+
+    class Mine:
+        api, lossless = 1, True
+
+        class Config(SpanOptions):
+            names = ("my_norm",)
+
+        def __init__(self, config=None):
+            self.config = config or self.Config()
+
+        def spans(self, facts, device):
+            return self.config.chosen([Span("my_norm", ("mlp_norm",), my_norm, always)])
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from core.config import OfferConfig
+
+if TYPE_CHECKING:
+    from core.seams import Span
+    from plugins.fusion.verify import Verification
 
 
 class SpanOptions(OfferConfig):
@@ -20,6 +41,11 @@ class SpanOptions(OfferConfig):
     fuel: int | None = Field(
         None, ge=0, description="places that spans may claim, from the start; null: all"
     )
+    verify: bool = Field(
+        False, description="compare every span in place with its nodes; the first that deviates "
+        "ends the requests of its step"
+    )  # fmt: skip
+    _verification: Any = PrivateAttr(None)
 
     @field_validator("only", mode="before")
     @classmethod
@@ -33,3 +59,24 @@ class SpanOptions(OfferConfig):
             if name not in cls.names:
                 raise ValueError(f"there is no span '{name}'; choose from {', '.join(cls.names)}")
         return only
+
+    def chosen(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """Those of `spans` that are asked for: what `FusionSet.spans` returns.
+
+        With `verify` they compare themselves; a set that calls this for several groups of spans has
+        its places counted over all of them.
+        """
+        wanted = tuple(s for s in spans if self.only is None or s.name in self.only)
+        if not self.verify:
+            return wanted
+        from plugins.fusion.verify import Verification
+
+        verification = self.verification or Verification()
+        self._verification = verification
+        return verification.watched(wanted)
+
+    @property
+    def verification(self) -> Verification | None:
+        """What `verify` has seen so far; None without it, and before `chosen`."""
+        verification: Verification | None = self._verification
+        return verification

@@ -106,5 +106,4 @@ class TritonFusion:
             Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows),
             Span("sample", ("sample",), runs.sample, _always),
         )
-        only = self.config.only
-        return tuple(span for span in offered if only is None or span.name in only)
+        return self.config.chosen(offered)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from core.testing import parity
 from core.testing.fusion import FusionGpuSuite, FusionSuite
 
 needs_compiler = pytest.mark.skipif(
@@ -31,4 +32,4 @@ class TestInductorOnGpu(FusionGpuSuite):
 class TestInductorOnGpuFloat32(FusionGpuSuite):
     plugin = "inductor"
     dtype = torch.float32
-    tolerance = 1e-5
+    tolerance = parity.SPAN[torch.float32]

@@ -9,6 +9,7 @@ from core import Engine
 from core.errors import UserError
 from core.facts import facts_from_config
 from core.loading import RANDOM_SHAPES
+from core.testing import parity
 from core.testing.fusion import FusionSuite
 from plugins.fusion.onednn import OneDnnFusion
 
@@ -26,7 +27,7 @@ class TestUnpacked(FusionSuite):
 class TestBfloat16(FusionSuite):
     plugin = "onednn"
     dtype = torch.bfloat16
-    tolerance = 8e-3  # two roundings
+    tolerance = parity.PRODUCT[torch.bfloat16]
 
 
 def facts(dtype: torch.dtype):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.testing import parity
 from core.testing.fusion import FusionGpuSuite, FusionSuite
 from core.testing.interpreter import INTERPRETING, run_in_the_interpreter
 
@@ -42,4 +43,4 @@ else:
     class TestTritonFloat32(FusionGpuSuite):
         plugin = "triton"
         dtype = torch.float32
-        tolerance = 1e-5
+        tolerance = parity.SPAN[torch.float32]

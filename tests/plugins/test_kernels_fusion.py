@@ -23,6 +23,7 @@ from core.errors import UserError  # noqa: E402
 from core.facts import ModelFacts  # noqa: E402
 from core.model import Site  # noqa: E402
 from core.seams import KVSink  # noqa: E402
+from core.testing import parity  # noqa: E402
 from core.testing.interpreter import (  # noqa: E402
     HERE,
     INTERPRETING,
@@ -37,7 +38,6 @@ from plugins.fusion.none import NoFusion  # noqa: E402
 from plugins.fusion.triton import NAMES, TritonFusion  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @pytest.fixture(params=PLACES, ids=str)
@@ -59,7 +59,7 @@ def turns(place, num_positions, head_dim):
 def assert_rounded_alike(found, wanted, share=0.02):
     """Close everywhere; in half precision equal nearly everywhere, which takes equal roundings."""
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    tolerance = TOLERANCE[wanted.dtype]
+    tolerance = parity.SPAN[wanted.dtype]
     torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
     if wanted.dtype != torch.float32:
         assert (found != wanted).float().mean() <= share
@@ -311,7 +311,7 @@ def test_sample_picks_the_best_score(place, num_entries):
     # rounding.
     best = wanted.max(-1).values
     lost = best - wanted.gather(-1, found[:, None])[:, 0]
-    assert (lost <= 2e-5 + 1e-6 * best.abs()).all()
+    assert (lost <= parity.TIE + parity.RELATIVE_TIE * best.abs()).all()
     greedy = heat == 0
     assert found[greedy].equal(logits.float().argmax(-1)[greedy])
     # The engine's plain sampler draws the same tokens.
@@ -447,7 +447,7 @@ def test_the_covered_chain_computes_what_the_plain_one_does(place, num_tokens, q
     sink.k.fill_(torch.nan)
     sink.v.fill_(torch.nan)
     found = execute(covered, batch, {})["logits"]
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[place[1]]
+    tolerance = parity.CHAIN[place[1]]
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -457,7 +457,7 @@ def test_a_step_without_logits_ends_at_the_final_norm(place):
     covered = covered_by(chain[:-1], facts, sink, place, 6)
     wanted = execute(cover(chain[:-1], []), batch, {})["hidden"]
     found = execute(covered, batch, {})["hidden"]
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[place[1]]
+    tolerance = parity.CHAIN[place[1]]
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 

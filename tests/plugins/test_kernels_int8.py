@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import HostBatch, Limits  # noqa: E402
+from core.testing import parity  # noqa: E402
 from core.testing.interpreter import (  # noqa: E402
     FEWER_PLACES,
     HERE,
@@ -30,10 +31,9 @@ from plugins.kv.int8_storage import dequantize, quantize  # noqa: E402
 from plugins.kv.kernels.tiles import fill_tiles, tiles_shape  # noqa: E402
 
 HALF_PLACES = PLACES[1:] if INTERPRETING else PLACES[:2]  # of 16 bits
-# Of outputs below 2 or so. Decode rounds the output alone, to 2**-12 or 2**-9 of it, and queries to
-# 2**-16 of their largest channel; prefill rounds queries and weights to the dtype too.
-DECODE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 6e-4, torch.bfloat16: 4e-3}
-PREFILL_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Of outputs below 2 or so. Decode rounds the output alone, and queries to 2**-16 of their largest
+# channel; prefill rounds queries and weights to the dtype too.
+DECODE_TOLERANCE, PREFILL_TOLERANCE = parity.INT8_DECODE, parity.ATTENTION
 FAR = 1 << 28  # a block id that nothing may follow
 
 

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
 from core.batch import HostBatch, Limits  # noqa: E402
+from core.testing import parity  # noqa: E402
 from core.testing.interpreter import (  # noqa: E402
     FEWER_PLACES,
     HERE,
@@ -31,7 +32,6 @@ from core.testing.interpreter import (  # noqa: E402
 from plugins.kv.kernels.limits import refusal  # noqa: E402
 from plugins.kv.kernels.tiles import TILE, fill_tiles, max_tiles, tiles_shape  # noqa: E402
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 FAR = 1 << 28  # a block id that nothing may follow
 
 
@@ -86,9 +86,8 @@ def make_cache(place, lengths, *, num_kv_heads, head_dim, block_size, paged=True
 
 
 def assert_close(found, wanted, dtype):
-    torch.testing.assert_close(
-        found.float(), wanted.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-    )
+    tolerance = parity.ATTENTION[dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
 # ------------------------------------------------------------------------------------------- decode

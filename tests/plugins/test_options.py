@@ -19,7 +19,9 @@ from core.registry import Registry
 from core.seams import SEAMS
 from core.testing.tiny import save_tiny
 from plugins.fusion.inductor import InductorFusion
+from plugins.fusion.onednn import OneDnnFusion
 from plugins.fusion.triton import TritonFusion
+from plugins.fusion.verify import Verification
 from plugins.kv.smoothing import record_keys
 
 LIMITS = Limits(max_model_len=1024, max_num_seqs=20, max_num_batched_tokens=300)
@@ -115,17 +117,25 @@ class Unrun(TritonFusion):
         return super().spans(facts, torch.device("cuda"))
 
 
-SETS = {"triton": Unrun, "inductor": InductorFusion}  # the latter compiles what is run
+# inductor compiles what is run
+SETS = {"triton": Unrun, "inductor": InductorFusion, "onednn": OneDnnFusion}
 PLACES = {  # random:tiny has 2 layers: norms behind the embedding, in each and behind the last
     "triton": {"embed_norm": 1, "add_norm": 4, "qk_rope_write": 2, "act_mul": 2, "sample": 1},
     "inductor": {"embed_norm": 1, "add_norm": 4, "qk_rope": 2, "act_mul": 2},
+    "onednn": {"qkv_proj": 2, "o_proj": 2, "gate_up": 2, "down": 2, "lm_head": 1},
 }
+
+
+def needs_its_backend(fusion):
+    if fusion == "triton":
+        pytest.importorskip("triton", reason="needs triton, which is not installed here")
+    if fusion == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("needs a torch with oneDNN, which this one is without")
 
 
 def claimed(fusion, settings):
     """Names of the spans in the operations of a step of 9 tokens, from the start, then sampling."""
-    if fusion == "triton":
-        pytest.importorskip("triton", reason="needs triton, which is not installed here")
+    needs_its_backend(fusion)
     with engine(settings, fusion=SETS[fusion]) as made:
         executor = made._executor
         operations = executor._cover(executor._chain, 9)
@@ -138,8 +148,10 @@ def case_only(fusion, tmp_path):
     assert claimed(fusion, {"fusion.only": []}) == []
     for name in SETS[fusion].Config.names:
         assert set(claimed(fusion, {"fusion.only": [name]})) == {name}
-    two = claimed(fusion, {"fusion.only": "act_mul,embed_norm"})
-    assert two == ["embed_norm", "act_mul", "act_mul"]
+    given, two = "act_mul,embed_norm", ["embed_norm", "act_mul", "act_mul"]
+    if fusion == "onednn":
+        given, two = "lm_head,o_proj", ["o_proj", "o_proj", "lm_head"]
+    assert claimed(fusion, {"fusion.only": given}) == two
 
 
 def case_fuel(fusion, tmp_path):
@@ -151,11 +163,27 @@ def case_fuel(fusion, tmp_path):
     assert claimed(fusion, {"fusion.fuel": 100}) == everything
 
 
+def case_verify(fusion, tmp_path):
+    """What it finds is in test_fusion_verify.py."""
+    needs_its_backend(fusion)
+    for verify in (True, False):
+        with engine({"fusion.verify": verify}, fusion=SETS[fusion]) as made:
+            watched = {_is_watched(span) for span in made._executor._spans}
+            assert watched == {verify}
+            assert ("verified_spans" in made.report()["counters"]) == verify
+
+
+def _is_watched(span):
+    function = getattr(getattr(span.run, "func", None), "__func__", None)
+    return function is Verification._run
+
+
 def case_pack(fusion, tmp_path):
     """Whether oneDNN's own layout of each weight stands beside the weight, before any request: 4 in
     each of 2 layers, and the head. The tokens are the same, up to the order of sums."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("needs a torch with oneDNN, which this one is without")
+    needs_its_backend(fusion)
+    with engine({"fusion.only": ["down"]}, fusion=fusion) as made:  # and none that nobody reads
+        assert len(made._executor._spans[0].run.args[0]._packed) == 2
     found = {}
     for pack, num_packed in ((True, 9), (False, 0)):
         with engine({"fusion.pack": pack}, fusion=fusion) as made:

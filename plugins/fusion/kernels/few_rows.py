@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
