@@ -5,10 +5,12 @@ only when the first has gone. On sm_90 a kernel may be launched as soon as every
 in front has said so; what it does up to its wait (fetch its instructions, load weights, which no
 kernel writes) is then for nothing.
 
-A kernel that takes part calls `after_previous` before it touches anything that another kernel
-writes, and is launched with `**early(device)`. Its programs say at once that the next kernel may
-start: that one waits for the end of this one, and this one for the end of the one before it, so
-whoever has waited sees all that came before. A kernel that takes no part is ordered as always.
+A kernel that takes part waits before it touches anything that another kernel of the decoder writes,
+on every path to its end, and is launched with `**early(device)`. Its programs say at once that the
+next kernel may start: that one waits for the end of this one, and this one for the end of the one
+before it, so whoever has waited sees all that came before. A kernel that takes no part is ordered
+as always. What `begin_step` writes (lengths, tables, the slot map) may be read before the wait:
+neither its kernels nor the embedding take part, so a kernel that does starts after they have ended.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 

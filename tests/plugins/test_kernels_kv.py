@@ -177,13 +177,14 @@ def test_decode_with_scores_far_apart(place):
 
 
 def test_splits_fill_the_gpu_and_never_depend_on_lengths():
-    from plugins.kv.kernels.decode import choose_num_splits
+    from plugins.kv.kernels.decode import default_num_splits
 
-    assert [choose_num_splits(rows, 8, 132) for rows in (1, 8, 64, 256)] == [32, 9, 2, 1]
-    assert choose_num_splits(1, 2, 132) == 64
+    assert [default_num_splits(rows, 8, 132) for rows in (1, 8, 64, 256)] == [32, 7, 2, 1]
+    assert default_num_splits(1, 2, 132) == 64
     for rows in range(1, 300):
-        splits = choose_num_splits(rows, 8, 132)
-        assert splits == 32 or rows * 8 * splits >= 4 * 132
+        splits = default_num_splits(rows, 8, 132)
+        assert splits * rows * 8 >= 256 and (rows == 1 or splits * rows * 8 >= 3 * 132)
+        assert splits == 1 or rows * 8 < 4 * 132
 
 
 # ------------------------------------------------------------------------------------------ prefill

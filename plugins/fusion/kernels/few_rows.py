@@ -235,7 +235,7 @@ def few_rows(
     """linear of M <= 16 rows of unit stride: [M, N]. `act` as in `one_row`."""
     num_rows = x_MK.shape[0]
     n, k = weight_NK.shape[0] // (2 if act else 1), weight_NK.shape[1]
-    launch = _launch(16 if n > 2048 else 8, k, act)
+    launch = _launch(8 if n <= 2048 else 16 if act else 32, k, act)
     out = x_MK.new_empty(num_rows, n)
     _few_rows_kernel[(triton.cdiv(n, launch.num_outputs),)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out, num_rows, x_MK.stride(0),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from core.model import rms_norm, rotate
-from plugins.early_launch import after_previous, early
+from plugins.early_launch import early, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def _qk_rope_write_kernel(
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -55,6 +55,8 @@ def _qk_rope_write_kernel(
     turn = tl.load(positions_ptr + token).to(tl.int64) * half
     cos = tl.load(cos_ptr + turn + e).to(dtype).to(tl.float32)
     sin = tl.load(sin_ptr + turn + e).to(dtype).to(tl.float32)
+    place = tl.load(slot_map_ptr + token)
+    wait_for_previous(PDL)
     row = qkv_ptr + token * stride_qkv
     if part < q_parts:
         head = (part * HEADS + tl.arange(0, HEADS))[:, None]
@@ -66,7 +68,6 @@ def _qk_rope_write_kernel(
     else:
         head = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         mask = head < NUM_KV
-        place = tl.load(slot_map_ptr + token)
         k_at = row + NUM_Q * D + head * D + e
         v_at = k_at + NUM_KV * D
         v_a = tl.load(v_at, mask=mask)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from plugins.early_launch import after_previous, early
+from plugins.early_launch import early, let_next_start, wait_for_previous
 from plugins.fusion.kernels.qk_rope_write import ELEMENTS, rotated
 from plugins.kv.kernels.write_int8 import codes_of, scale_of
 
@@ -42,7 +42,7 @@ def _qk_rope_write_int8_kernel(
     HEADS: tl.constexpr, LARGEST: tl.constexpr, NORM: tl.constexpr, HAS_FRESH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = D // 2
@@ -52,6 +52,8 @@ def _qk_rope_write_int8_kernel(
     turn = tl.load(positions_ptr + token).to(tl.int64) * half
     cos = tl.load(cos_ptr + turn + e).to(dtype).to(tl.float32)
     sin = tl.load(sin_ptr + turn + e).to(dtype).to(tl.float32)
+    place = tl.load(slot_map_ptr + token)
+    wait_for_previous(PDL)
     row = qkv_ptr + token * stride_qkv
     if part < q_parts:
         head = (part * HEADS + tl.arange(0, HEADS))[:, None]
@@ -64,7 +66,6 @@ def _qk_rope_write_int8_kernel(
         heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
         head = heads[:, None]
         mask = head < NUM_KV
-        place = tl.load(slot_map_ptr + token)
         k_at = row + NUM_Q * D + head * D + e
         v_at = k_at + NUM_KV * D
         v_a = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.early_launch import after_previous, early
+from plugins.early_launch import early, let_next_start, wait_for_previous
 from plugins.kv.kernels.limits import MAX_GROUP
 from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
 
@@ -31,16 +31,20 @@ def _decode_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if row >= tl.load(num_decodes_ptr):
-        return
-    length = tl.load(lens_ptr + row)
+    num_decodes, length = tl.load(num_decodes_ptr), tl.load(lens_ptr + row)
+    slot = tl.load(slots_ptr + row)
     per_split = tl.cdiv(tl.cdiv(length, num_splits), TILE_N) * TILE_N
     begin = split * per_split
     stop = tl.minimum(begin + per_split, length)
+    table_row = table_ptr + slot.to(tl.int64) * stride_table
+    ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
+    wait_for_previous(PDL)
+    if row >= num_decodes:
+        return
     if SPLIT:
         if begin >= stop:
             return  # the merge knows from the length which splits hold something
@@ -52,14 +56,11 @@ def _decode_kernel(
     q_at = q_ptr + row.to(tl.int64) * stride_q_token + heads[:, None] * stride_q_head + dim[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
 
-    slot = tl.load(slots_ptr + row)
-    table_row = table_ptr + slot.to(tl.int64) * stride_table
     k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     top = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     acc = tl.zeros((TILE_M, D_PADDED), tl.float32)
-    ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
     for start in range(begin, stop, TILE_N):
         offsets = token_offsets(ids, start, stride_block, BLOCK, TILE_N, D)[:, None] + dim[None, :]
         # The next tile's ids travel while this tile is computed. Loaded where they are used, they
@@ -90,12 +91,13 @@ def _merge_kernel(
     D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, TILE_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    if row >= tl.load(num_decodes_ptr):
+    num_decodes, length = tl.load(num_decodes_ptr), tl.load(lens_ptr + row)
+    wait_for_previous(PDL)
+    if row >= num_decodes:
         return
-    length = tl.load(lens_ptr + row)
     per_split = tl.cdiv(tl.cdiv(length, num_splits), TILE_N) * TILE_N
     split = tl.arange(0, SPLITS_PADDED)
     dim = tl.arange(0, D_PADDED)
@@ -112,14 +114,25 @@ def _merge_kernel(
     tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
-def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int, per_sm: int = 4) -> int:
-    """Programs that share one row's context: with all rows and KV heads, at least `per_sm` an SM.
+def choose_num_splits(num_programs: int, num_sms: int, num_kv_heads: int, per_sm: int) -> int:
+    """Programs that share one row's context, so that there are at least `per_sm` an SM.
 
-    Host integers alone decide, never the lengths, so that a captured graph fits every step of its
-    shape. On an H200 with 8 KV heads: 32 for one row, 9 for 8, 2 for 64, 1 from 66 on.
+    Without splits there are `num_programs`, one a row and KV head. Host integers alone decide,
+    never the lengths, so that a captured graph fits every step of its shape.
     """
     most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more to reach every SM
-    return min(most, triton.cdiv(per_sm * num_sms, num_rows * num_kv_heads))
+    return min(most, triton.cdiv(per_sm * num_sms, num_programs))
+
+
+def default_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
+    """On an H200 with 8 KV heads: 32 for one row, 7 for 8, 2 for 64, 1 from 66 on.
+
+    Three programs share an SM. With fewer rows one wave of them is best (8 rows of 1,088 tokens:
+    15.3 µs, in a wave and a half 17.2), with more the second wave should not be a short one (64
+    rows: 74 µs in two and a half, 80 in one and a third).
+    """
+    programs = num_rows * num_kv_heads
+    return choose_num_splits(programs, num_sms, num_kv_heads, 3 if programs < 2 * num_sms else 4)
 
 
 def decode_attention(
@@ -150,7 +163,7 @@ def decode_attention(
     padded = triton.next_power_of_2(head_dim)
     tile_n = _tile_n(padded, k_NKBD.element_size())
     if num_splits is None:
-        num_splits = choose_num_splits(num_rows, num_kv_heads, num_sms(q_THD.device))
+        num_splits = default_num_splits(num_rows, num_kv_heads, num_sms(q_THD.device))
     partial, lse = out, out
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
