@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.early_launch import early, let_next_start, wait_for_previous
+from plugins.early_launch import early, let_next_start, prefetch, wait_for_previous
 from plugins.kv.kernels.limits import MAX_GROUP
 from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
 
@@ -29,7 +29,8 @@ def _decode_kernel(
     out_ptr, partial_ptr, lse_ptr, scale_log2, num_splits,
     stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, LINES: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0)
@@ -42,6 +43,14 @@ def _decode_kernel(
     stop = tl.minimum(begin + per_split, length)
     table_row = table_ptr + slot.to(tl.int64) * stride_table
     ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
+    k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    if PDL:  # the first tile is on its way to L2 meanwhile
+        lines = tl.arange(0, LINES) * (128 // k_ptr.dtype.element_ty.itemsize)
+        first = token_offsets(ids, begin, stride_block, BLOCK, TILE_N, D)
+        first = tl.where(begin + tl.arange(0, TILE_N) < stop, first, 0)
+        prefetch(k_head + first[:, None] + lines[None, :])
+        prefetch(v_head + first[:, None] + lines[None, :])
     wait_for_previous(PDL)
     if row >= num_decodes:
         return
@@ -56,8 +65,6 @@ def _decode_kernel(
     q_at = q_ptr + row.to(tl.int64) * stride_q_token + heads[:, None] * stride_q_head + dim[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
 
-    k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
-    v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     top = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     acc = tl.zeros((TILE_M, D_PADDED), tl.float32)
@@ -176,7 +183,8 @@ def decode_attention(
         0 if table is None else table.stride(0), out.stride(0),
         GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
         BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n,
-        SPLIT=num_splits > 1, num_warps=4, num_stages=3, **early(out.device),
+        LINES=max(1, padded * k_NKBD.element_size() // 128), SPLIT=num_splits > 1,
+        num_warps=4, num_stages=3, **early(out.device),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, seq_lens_R, num_decodes, out, tile_n)
