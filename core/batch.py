@@ -42,7 +42,8 @@ class Limits:
 
 
 class BatchShape(NamedTuple):
-    """The host integers of a step, all that a captured graph may depend on.
+    """The host integers of a step, all that a captured graph may depend on; one that leaves
+    attention out on `num_tokens` and `fresh` alone.
 
     `max_query` and `max_kv` are upper bounds over the rows, in tokens. `fresh` says that the step
     is one prompt chunk that starts at position 0 and stands at tokens 0..n-1, so that causal
@@ -57,7 +58,7 @@ class BatchShape(NamedTuple):
 
     @property
     def decode_only(self) -> bool:
-        """Every row is one token: row i is token i."""
+        """Every row is one token: row i is token i, and what comes behind is padding."""
         return self.max_query == 1
 
 

@@ -1,72 +1,132 @@
-"""CUDA graphs: capture into one memory pool, and replay."""
+"""CUDA graphs: cut a step into pieces, capture them into one memory pool, and replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping, Sequence as Seq
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+
+from core.chain import execute, interface
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.batch import BatchShape
+    from core.batch import Batch, BatchShape
+    from core.model import Operation
+
+_T = TypeVar("_T")
+
+
+class Piece(NamedTuple):
+    """A run of operations that is one graph, or that runs eagerly between graphs.
+
+    `reads` are values that it takes from the pieces before it, `writes` those that it leaves for
+    the pieces after it.
+    """
+
+    operations: list[Operation]
+    eager: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    def run(
+        self, batch: Batch, live: Mapping[str, Tensor], static: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Compute what it writes; what has a place in `static` is put there."""
+        found = execute(self.operations, batch, {name: live[name] for name in self.reads})
+        return {name: _put(found[name], static.get(name)) for name in self.writes}
+
+
+def _put(value: Tensor, place: Tensor | None) -> Tensor:
+    return value if place is None or place is value else place.copy_(value)
+
+
+def pieces(operations: Seq[Operation], eager: Container[str]) -> list[Piece]:
+    """The step, cut wherever an operation computes a node of `eager`: a span that holds one runs
+    eagerly as a whole."""
+    found: list[Piece] = []
+    rest = list(operations)
+    for is_eager, group in groupby(operations, lambda op: any(n in eager for n in op.nodes)):
+        run = list(group)
+        rest = rest[len(run) :]
+        reads, writes = interface(run, rest)
+        # Nothing is left by the last: logits stand in their static buffer.
+        found.append(Piece(run, is_eager, reads, writes if rest else ()))
+    return found
 
 
 class GraphPool:
-    """The graphs of one engine. The model's end at the logits; samplers are small graphs of their
-    own."""
+    """The graphs of one engine: `models` end at the logits, `samplers` are small graphs of their
+    own.
+
+    A model is what a step runs in order, each with its batch: replays, and between them pieces that
+    are eager. A value that passes from graph to graph stays in the pool, held while the rest of its
+    shape is captured; graphs of other shapes use the same memory. What an eager piece reads or
+    writes lies in a static tensor, one for all layers and shapes: the host has to name it at each
+    replay, and a tensor of the pool that it held for that would be lost to all other graphs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._models: dict[BatchShape, torch.cuda.CUDAGraph] = {}
-        self._samplers: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.num_bytes = 0
+        self._static: dict[str, Tensor] = {}  # as long as the largest shape, which comes first
+        self.models: dict[BatchShape, list[Callable[[Batch], object]]] = {}
+        # By rows and variant (bits of core.sampling): gives the sampled ids, [R].
+        self.samplers: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
-    def model(self, shape: BatchShape) -> Callable[[], None] | None:
-        """The replay of a shape, or None if it was not captured."""
-        graph = self._models.get(shape)
-        return None if graph is None else graph.replay
+    def capture_model(self, batch: Batch, step: Seq[Piece]) -> None:
+        """A graph for each piece that is not eager. Shapes come in descending order."""
+        live: dict[str, Tensor] = {}
 
-    def sampler(self, shape: BatchShape, variant: int) -> Callable[[], Tensor] | None:
-        """The replay of a variant (bits of core.sampling) for the rows of a shape: it returns the
-        sampled ids, [R]. None if it was not captured."""
-        entry = self._samplers.get((shape.num_seqs, variant))
-        if entry is None:
-            return None
-        graph, sampled = entry
+        def warm_up() -> None:
+            for piece in step:
+                live.update(piece.run(batch, live, {}))
+
+        self._warm_up(warm_up)
+        static: dict[str, Tensor] = {}
+        for name in {n for piece in step if piece.eager for n in piece.reads + piece.writes}:
+            whole = self._static.setdefault(name, torch.empty_like(live[name]))
+            static[name] = whole[: len(live[name])]
+        live.clear()
+        model = self.models[batch.shape] = []
+        for piece in step:
+            if piece.eager:
+                model.append(partial(piece.run, live=static, static=static))
+                live.update(static)
+            else:
+                replay, left = self._record(partial(piece.run, batch, dict(live), static))
+                model.append(replay)
+                live.update(left)
+
+    def capture_sampler(self, key: tuple[int, int], run: Callable[[], Tensor]) -> None:
+        """`key` is the one in `samplers`."""
+        self._warm_up(run)
+        step, sampled = self._record(run)
 
         def replay() -> Tensor:
-            graph.replay()
+            step()
             return sampled
 
-        return replay
+        self.samplers[key] = replay
 
-    def capture_model(self, shape: BatchShape, run: Callable[[], None]) -> None:
-        self._models[shape], _ = self._capture(run)
-
-    def capture_sampler(self, shape: BatchShape, variant: int, run: Callable[[], Tensor]) -> None:
-        graph, sampled = self._capture(run)
-        assert sampled is not None
-        self._samplers[shape.num_seqs, variant] = graph, sampled
-
-    def _capture(
-        self, run: Callable[[], Tensor | None]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-        """One eager pass first: it compiles kernels and builds plans, which capture must not do."""
-        before = torch.cuda.memory_reserved(self._device)
-        graph = torch.cuda.CUDAGraph()
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        """One eager pass: it compiles kernels and builds plans, which capture must not do."""
         # torch's one capture stream, shared by all engines: cuBLAS keeps 32 MiB of workspace for
         # every stream that it has seen, which graphs point to and nobody can give back.
-        capture = torch.cuda.graph(graph, pool=self._pool)
-        stream = capture.capture_stream
+        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
         assert stream is not None
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(stream):
             run()
         stream.synchronize()
-        with capture:
+
+    def _record(self, run: Callable[[], _T]) -> tuple[Callable[..., None], _T]:
+        """Capture `run`: its replay, which heeds no argument, and what `run` gave, for replays
+        write there."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
             out = run()
-        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-        return graph, out
+        return lambda *_: graph.replay(), out

@@ -74,10 +74,8 @@ def cover(
                 starts[i] = span
                 claimed.update(dict.fromkeys(range(i, i + width), span))
             elif strict and taken is not span and taken.priority == span.priority:
-                raise UserError(
-                    f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}: "
-                    "name one of them in fusion.only"
-                )
+                what = f"spans {taken.name!r} and {span.name!r} both claim node {names[i]!r}"
+                raise UserError(f"{what}: name one of them in fusion.only")
     if fuel is not None:
         starts = dict(sorted(starts.items())[:fuel])
     return _operations(chain, starts)
@@ -90,20 +88,19 @@ def _operations(chain: Seq[Placed], starts: dict[int, Span]) -> list[Operation]:
         span = starts.get(i)
         run = chain[i : i + (len(span.nodes) if span else 1)]
         i += len(run)
-        reads, writes = _interface(
-            [placed.node for placed in run], [placed.node for placed in chain[i:]]
-        )
         if span:
-            operations.append(
-                Operation(span.name, tuple(p.site for p in run), span.run, reads, writes)
-            )
+            reads, writes = interface([p.node for p in run], [p.node for p in chain[i:]])
+            sites = tuple(placed.site for placed in run)
+            operations.append(Operation(span.name, sites, span.run, reads, writes, span.nodes))
         else:
-            node, site = run[0]
-            operations.append(Operation(node.name, site, node.run, node.reads, node.writes))
+            (name, reads, writes, compute), site = run[0]
+            operations.append(Operation(name, site, compute, reads, writes, (name,)))
     return operations
 
 
-def _interface(run: Seq[Node], rest: Seq[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def interface(
+    run: Seq[Node | Operation], rest: Seq[Node | Operation]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a run of nodes reads from outside, and what it writes that is read after it."""
     reads: set[str] = set()
     written: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from core.metrics import StepCounters
     from core.plan import Built
     from core.seams import KVManager, Scheduler
-
-Progress = Callable[[str, int, int], None]
+    from core.show import Progress
 
 
 @dataclass(frozen=True)
@@ -125,10 +123,8 @@ def _first_limits(config: RunConfig, facts: ModelFacts) -> Limits:
     assert config.max_num_seqs is not None and config.max_num_batched_tokens is not None
     longest = config.max_model_len or facts.max_position
     if longest > facts.max_position:
-        raise UserError(
-            f"max_model_len is {longest} and the model has {facts.max_position} positions: "
-            f"lower --max-model-len to {facts.max_position} or less"
-        )
+        what = f"max_model_len is {longest} and the model has {facts.max_position} positions"
+        raise UserError(f"{what}: lower --max-model-len to {facts.max_position} or less")
     return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens)
 
 

@@ -154,9 +154,8 @@ class Engine:
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
         if request_id in self._requests:
-            raise UserError(
-                f"request {request_id!r} is already running: give every request its own id"
-            )
+            what = f"request {request_id!r} is already running"
+            raise UserError(f"{what}: give every request its own id")
         sched = self.plan.sched
         if not isinstance(priority, int) or arrival != arrival:
             raise UserError(f"priority is {priority!r} and arrival {arrival}: give numbers")
@@ -194,12 +193,11 @@ class Engine:
         return array.astype(np.int32)
 
     def _refuse_ids(self, ids: NDArray[Any]) -> None:
-        bad = ids[(ids < 0) | (ids >= self.facts.vocab_size)]
+        size = self.facts.vocab_size
+        bad = ids[(ids < 0) | (ids >= size)]
         if bad.size:
-            raise UserError(
-                f"token id {bad[0]} is outside the model's vocabulary of {self.facts.vocab_size}: "
-                f"give ids from 0 to {self.facts.vocab_size - 1}"
-            )
+            what = f"token id {bad[0]} is outside the model's vocabulary of {size}"
+            raise UserError(f"{what}: give ids from 0 to {size - 1}")
 
     def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
@@ -210,10 +208,9 @@ class Engine:
             )
         step = self.limits.max_num_batched_tokens
         if not self.config.enable_chunked_prefill and num_prompt > step:
-            raise UserError(
-                f"the prompt has {num_prompt} tokens, one step holds {step}: raise "
-                "--max-num-batched-tokens or turn --enable-chunked-prefill on"
-            )
+            what = f"the prompt has {num_prompt} tokens, one step holds {step}"
+            advice = "raise --max-num-batched-tokens or turn --enable-chunked-prefill on"
+            raise UserError(f"{what}: {advice}")
         if refusal := self._kv.ever_fits(total):
             raise UserError(refusal)
         self._refuse_ids(np.array(params.stop_token_ids))
@@ -469,10 +466,8 @@ class Engine:
         self._check_open()
         ids = self._encode(token_ids)
         if len(ids) > self.limits.max_model_len:
-            raise UserError(
-                f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}: "
-                "raise --max-model-len"
-            )
+            what = f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}"
+            raise UserError(f"{what}: raise --max-model-len")
         return score(self._parts, ids, reducer, rows)
 
     # -------- closing

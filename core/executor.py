@@ -3,7 +3,7 @@ home."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from core.batch import Batch, BatchShape, HostBatch
-from core.capture import GraphPool
+from core.capture import GraphPool, pieces
 from core.chain import Decoder, Placed, cover, execute
-from core.errors import RunError
-from core.model import Operation
+from core.config import did_you_mean
+from core.errors import RunError, UserError
+from core.model import BEGIN_STEP, LM_HEAD, Operation
 from core.sampler import SAMPLE, Logprobs, Sampler, token_logprobs
 from core.sampling import Needs, sample_keys
+from core.seams import offered
 from core.slots import NO_TOKEN
 from core.staging import Staging, core_sections
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -66,8 +66,10 @@ class Executor:
         self._spans = tuple(spans)
         self._fuel = getattr(fusion, "fuel", None)  # options of a fusion set that the core heeds
         self._strict = getattr(fusion, "only", None) is not None
-        self._chain = decoder.chain(kv)
-        self._sample_chain = [Placed(SAMPLE, self._chain[-1].site)]
+        head, first, *_ = chain = decoder.chain(kv)
+        self._chain = [Placed(BEGIN_STEP, head.site), *chain]
+        self._sample_chain, self._sink = [Placed(SAMPLE, head.site)], first.site.sink
+        self._eager = self._left_out()
         self._operations: dict[tuple[str, ...], list[Operation]] = {}
         self._kv_arrays = dict(kv.metadata(limits))
         arrays = {**core_sections(limits), **self._kv_arrays}
@@ -82,6 +84,7 @@ class Executor:
         shape = limits.max_num_seqs, facts.vocab_size
         self._logits = torch.zeros(shape, dtype=facts.dtype, device=device)
         self._pool: GraphPool | None = None
+        self.graph_bytes = 0  # device memory that the graphs hold
         self._shapes: dict[BatchShape, Batch] = {}
 
     # -------- launch
@@ -89,18 +92,18 @@ class Executor:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step. On CUDA this returns before it has run."""
-        batch, num_samples = self._stage(plan)
+        batch, captured = self._stage(plan)
         self._counters.num_steps += 1
-        graph = self._pool.model(batch.shape) if self._pool else None
-        if graph is not None:
+        if self._pool and captured:
             self._counters.num_graph_steps += 1
-            graph()
+            for step in self._pool.models[captured]:
+                step(batch)
         else:
             self._counters.num_eager_steps += 1
             self._run_step(batch)
         sampled_slots = plan.slots[plan.samples]
         epochs = self._slots.epoch[sampled_slots]
-        if not num_samples:
+        if not len(sampled_slots):
             _, wait = self._send_home()
             return InFlight(plan, sampled_slots, epochs, sampled_slots, None, wait)
         sampled = self._sample(batch)
@@ -108,7 +111,7 @@ class Executor:
         results = [sampled]
         if num_top >= 0:
             results += token_logprobs(self._logits[: len(sampled)], sampled, num_top)
-        (ids, *found), wait = self._send_home(*(tensor[:num_samples] for tensor in results))
+        (ids, *found), wait = self._send_home(*(x[: len(sampled_slots)] for x in results))
         logprobs = Logprobs(*found) if found else None
         return InFlight(plan, sampled_slots, epochs, ids, logprobs, wait)
 
@@ -125,16 +128,14 @@ class Executor:
 
     def _run_step(self, batch: Batch) -> None:
         """From the metadata to the logits: what a graph captures."""
-        self._kv.begin_step(batch)
         chain = self._chain if len(batch.logit_rows) else self._chain[:-1]
-        operations = self._cover(chain, batch.shape.num_tokens)
-        execute(operations, batch, {})
+        execute(self._cover(chain, batch.shape.num_tokens), batch, {})
 
     def _sample(self, batch: Batch) -> Tensor:
         variant = batch.needs & (Needs.HOT | Needs.FILTERED | Needs.PENALISED)
-        graph = self._pool.sampler(batch.shape, variant) if self._pool else None
-        if graph is not None:
-            return graph()
+        replay = self._pool and self._pool.samplers.get((batch.shape.num_seqs, variant))
+        if replay:
+            return replay()
         self._counters.num_eager_samplers += 1
         return self._run_sampler(batch)
 
@@ -149,8 +150,7 @@ class Executor:
         return sampled
 
     def _cover(self, chain: list[Placed], num_tokens: int) -> list[Operation]:
-        sink = self._chain[1].site.sink
-        spans = [s for s in self._spans if s.when(num_tokens, self.facts, sink)]
+        spans = [s for s in self._spans if s.when(num_tokens, self.facts, self._sink)]
         key = (str(len(chain)), *(s.name + "/" + s.nodes[0] for s in spans))
         if key not in self._operations:
             self._operations[key] = cover(chain, spans, self._fuel, self._strict)
@@ -158,8 +158,9 @@ class Executor:
 
     # -------- staging
 
-    def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, int]:
-        """Fill the host arrays for `plan`, send them, and give the batch that views them."""
+    def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, BatchShape | None]:
+        """Fill the host arrays for `plan`, send them, and give the batch that views them, with the
+        captured shape that runs it, if one does."""
         num_rows = len(plan.slots)
         lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
         num_tokens = num_rows if lone_tokens else int(plan.query_lens.sum())
@@ -167,10 +168,11 @@ class Executor:
         seq_lens = plan.starts + plan.query_lens
         fresh = num_rows == 1 and not lone_tokens and not plan.starts[0]
         wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), fresh)
-        num_samples = int(np.count_nonzero(plan.samples))
-        batch = self._captured(wanted) if self._pool and not eagerly else None
-        if batch is None:
-            batch = self._view(wanted, num_samples)
+        captured = self._captured(wanted) if self._pool and not eagerly else None
+        if captured:
+            batch = self._padded(wanted, captured)
+        else:
+            batch = self._view(wanted, int(np.count_nonzero(plan.samples)))
         host = self._staging.host()
         tokens, query_start = self._fill_tokens(host, plan, num_tokens, batch.shape)
         # One token a row: all of it is decoding, whoever they are.
@@ -188,7 +190,7 @@ class Executor:
             for name, array in host.items():
                 array[...] = previous[name]
         self._staging.send()
-        return batch, num_samples
+        return batch, captured
 
     def _fill_tokens(
         self, host: Mapping[str, NDArray[Any]], plan: StepPlan, num_tokens: int, shape: BatchShape
@@ -251,39 +253,51 @@ class Executor:
             needs |= Needs.PENALISED * bool(holds_off.any())
         return needs
 
-    def _captured(self, wanted: BatchShape) -> Batch | None:
-        """The batch of the captured shape that a step is padded to; None where it is to run
-        eagerly."""
+    def _captured(self, wanted: BatchShape) -> BatchShape | None:
+        """The captured shape that a step is padded to; None where it is to run eagerly."""
         shape = self._graphs.select(*wanted)
         if shape is None:
             return None
         holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
         if shape not in self._shapes or not holds or (shape.fresh and not wanted.fresh):
             raise RunError(f"graphs selected {shape} for {wanted}, which it does not hold")
-        return self._shapes[shape]
+        return shape
+
+    def _padded(self, wanted: BatchShape, captured: BatchShape) -> Batch:
+        """A step with the padding of a captured shape. Where attention runs eagerly it sees the
+        step as it is, but for the number of tokens, and of rows for which a sampler was
+        captured."""
+        if not self._eager:
+            return self._shapes[captured]
+        rows = min(s.num_seqs for s in self._shapes if s.num_seqs >= wanted.num_seqs)
+        shape = captured._replace(num_seqs=rows, max_query=wanted.max_query, max_kv=wanted.max_kv)
+        return self._view(shape, rows)
 
     def _view(self, shape: BatchShape, num_logits: int) -> Batch:
         T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         d = self._staging.device
+        token_ids, positions, token_slots = d["tokens"][:, :T]
+        slots, seq_lens = d["rows"][:2, :R]
+        logit_rows, sample_slots = d["rows"][2:, :L]
         return Batch(
-            shape=shape,
-            token_ids=d["tokens"][0, :T],
-            positions=d["tokens"][1, :T],
-            token_slots=d["tokens"][2, :T],
-            slots=d["rows"][0, :R],
-            query_start=d["query_start"][: R + 1],
-            seq_lens=d["rows"][1, :R],
-            num_decodes=d["num_decodes"],
-            logit_rows=d["rows"][2, :L],
-            sample_slots=d["rows"][3, :L],
-            temperature=d["temperature"][:L],
-            sample_keys=d["sample_keys"][:L],
+            shape, token_ids, positions, token_slots, slots, d["query_start"][: R + 1], seq_lens,
+            d["num_decodes"], logit_rows, sample_slots, d["temperature"][:L], d["sample_keys"][:L],
             kv={name: d[name] for name in self._kv_arrays},
-            last_token=self._last_token,
-            logits=self._logits[:L],
-        )
+            last_token=self._last_token, logits=self._logits[:L],
+        )  # fmt: skip
 
     # -------- capture
+
+    def _left_out(self) -> frozenset[str]:
+        """The nodes that no graph has: what a strategy cuts out, and what depends on more of a
+        shape than its tokens."""
+        if (cut := offered(self._graphs, "cut")) is None:
+            return frozenset()
+        names, known = cut(), {placed.node.name: None for placed in self._chain}
+        if unknown := [name for name in names if name not in known]:
+            hint = did_you_mean(unknown[0], known, "its nodes")
+            raise UserError(f"graphs cut out '{unknown[0]}', no node of the decoder{hint}")
+        return frozenset({BEGIN_STEP.name, "attention", LM_HEAD.name, *names})
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None]) -> None:
@@ -291,14 +305,19 @@ class Executor:
         only."""
         shapes = sorted(set(self._graphs.shapes(self.limits)), reverse=True)
         self._pool = pool = GraphPool(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
         for i, shape in enumerate(shapes):
             progress("capture", i, len(shapes))
             batch = self._shapes[shape] = self._view(shape, shape.num_seqs)
             self._stage_padding(shape)
-            pool.capture_model(shape, partial(self._run_step, batch))
+            operations = self._cover(self._chain, shape.num_tokens)
+            pool.capture_model(batch, pieces(operations, self._eager))
             for batch.needs in (0, Needs.HOT):
-                if pool.sampler(shape, batch.needs) is None:
-                    pool.capture_sampler(shape, batch.needs, partial(self._run_sampler, batch))
+                key = shape.num_seqs, batch.needs
+                if key not in pool.samplers:
+                    pool.capture_sampler(key, partial(self._run_sampler, batch))
+        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before
         progress("capture", len(shapes), len(shapes))
 
     def _stage_padding(self, shape: BatchShape) -> None:
@@ -318,11 +337,5 @@ class Executor:
     def hidden_states(self, plan: StepPlan) -> Tensor:
         """The final hidden states of one eager step, [T, hidden], through the stored KV path."""
         batch, _ = self._stage(plan, eagerly=True)
-        self._kv.begin_step(batch)
         live = execute(self._cover(self._chain[:-1], batch.shape.num_tokens), batch, {})
         return live["hidden"]
-
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory that the graphs hold."""
-        return self._pool.num_bytes if self._pool else 0

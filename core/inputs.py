@@ -46,9 +46,8 @@ def read_requests(
         if line.strip():
             found.append(_request(line, f"line {number} of {file}", sampling))
     if not found:
-        raise UserError(
-            "there is no prompt that is not empty: give one, or --prompt-file FILE, or pipe it in"
-        )
+        advice = "give one, or --prompt-file FILE, or pipe it in"
+        raise UserError(f"there is no prompt that is not empty: {advice}")
     return found
 
 

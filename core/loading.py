@@ -104,9 +104,8 @@ def _find(model: str) -> tuple[Path, str]:
         return directory, directory.resolve().name
     if not _HUB_ID.fullmatch(model):
         hint = did_you_mean(model.lower(), [EMBEDDED, *RANDOM_SHAPES], "give one of these")
-        raise UserError(
-            f"{model!r} is no directory, no hub id org/name and no random weights{hint}"
-        )
+        what = f"{model!r} is no directory, no hub id org/name and no random weights"
+        raise UserError(f"{what}{hint}")
     import huggingface_hub
 
     advice = (

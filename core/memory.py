@@ -64,11 +64,10 @@ def _activation_bytes(decoder: Decoder, spans: Seq[Span], limits: Limits) -> int
     usable = [s for s in spans if s.when(tokens, decoder.facts, None)]
     operations = cover(decoder.chain(stub, num_layers=1), usable)
     zeros = torch.zeros(tokens, dtype=torch.int32, device=decoder.device)
-    by_row = ("slots", "query_start", "seq_lens", "num_decodes", "logit_rows", "sample_slots")
-    fields: dict[str, Any] = dict.fromkeys((*by_row, "temperature", "sample_keys"), zeros[:rows])
-    fields |= dict.fromkeys(("token_ids", "positions", "token_slots"), zeros)
+    # By token, by row, kv, last_token.
+    fields: Any = [*[zeros] * 3, *[zeros[:rows]] * 8, {}, zeros[:1]]
     shape = BatchShape(tokens, rows, tokens, tokens, False)
-    batch = Batch(shape, **fields, kv={}, last_token=zeros[:1])
+    batch = Batch(shape, *fields)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     before = torch.cuda.memory_allocated(decoder.device)
     with torch.inference_mode():

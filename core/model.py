@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,13 +58,15 @@ class Node(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A node or a span, placed. `writes` are the values that are live after it."""
+    """A node or a span, placed. `writes` are the values that are live after it, `nodes` what it
+    computes."""
 
     name: str
     sites: Site | tuple[Site, ...]
     run: Callable[..., tuple[Tensor, ...]]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    nodes: tuple[str, ...]
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -80,26 +83,30 @@ def rotate(x_TND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def _begin_step(site: Site, batch: Batch) -> tuple[Tensor, ...]:
+    site.kv.begin_step(batch)
+    return ()
+
+
 def _embed(site: Site, batch: Batch) -> tuple[Tensor, ...]:
     fed_back = batch.last_token[batch.token_slots]
     ids = torch.where(batch.token_ids < 0, fed_back, batch.token_ids)
     return (F.embedding(ids, site.model.embed),)
 
 
-def _attn_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
-    return (rms_norm(residual, site.weights.attn_norm, site.facts.rms_norm_eps),)
+def _norm(gain: str, site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm(residual, getattr(site.weights, gain), site.facts.rms_norm_eps),)
 
 
-def _qkv_proj(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(hidden, site.weights.qkv, site.weights.qkv_bias),)
+def _linear(field: str, site: Site, batch: Batch, x: Tensor) -> tuple[Tensor, ...]:
+    w = site.weights
+    return (F.linear(x, getattr(w, field), getattr(w, f"{field}_bias", None)),)
 
 
 def _qk_norm(site: Site, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
     facts, w = site.facts, site.weights
-    q, k, v = (
-        part.unflatten(-1, (-1, facts.head_dim))
-        for part in qkv.split_with_sizes(facts.qkv_sizes, -1)
-    )
+    parts = qkv.split_with_sizes(facts.qkv_sizes, -1)
+    q, k, v = (part.unflatten(-1, (-1, facts.head_dim)) for part in parts)
     if w.q_norm is not None and w.k_norm is not None:
         q = rms_norm(q, w.q_norm, facts.rms_norm_eps)
         k = rms_norm(k, w.k_norm, facts.rms_norm_eps)
@@ -120,29 +127,13 @@ def _attention(site: Site, batch: Batch, q: Tensor) -> tuple[Tensor, ...]:
     return (site.kv.attend(site.layer, q, batch),)
 
 
-def _o_proj(site: Site, batch: Batch, ctx: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(ctx, site.weights.o),)
-
-
 def _add(site: Site, batch: Batch, residual: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
     return (residual + hidden,)
-
-
-def _mlp_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
-    return (rms_norm(residual, site.weights.mlp_norm, site.facts.rms_norm_eps),)
-
-
-def _gate_up(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(hidden, site.weights.gate_up),)
 
 
 def _act_mul(site: Site, batch: Batch, gate_up: Tensor) -> tuple[Tensor, ...]:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) * up,)
-
-
-def _down(site: Site, batch: Batch, act: Tensor) -> tuple[Tensor, ...]:
-    return (F.linear(act, site.weights.down),)
 
 
 def _final_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...]:
@@ -157,20 +148,21 @@ def _lm_head(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
     return (torch.mm(rows, site.model.lm_head.t(), out=batch.logits),)
 
 
+BEGIN_STEP = Node("begin_step", (), (), _begin_step)  # in front of the chain in a step of an engine
 EMBED = Node("embed", (), ("residual",), _embed)
 LAYER = (
-    Node("attn_norm", ("residual",), ("hidden",), _attn_norm),
-    Node("qkv_proj", ("hidden",), ("qkv",), _qkv_proj),
+    Node("attn_norm", ("residual",), ("hidden",), partial(_norm, "attn_norm")),
+    Node("qkv_proj", ("hidden",), ("qkv",), partial(_linear, "qkv")),
     Node("qk_norm", ("qkv",), ("q", "k", "v"), _qk_norm),
     Node("rope", ("q", "k"), ("q", "k"), _rope),
     Node("kv_write", ("k", "v"), (), _kv_write),
     Node("attention", ("q",), ("ctx",), _attention),
-    Node("o_proj", ("ctx",), ("hidden",), _o_proj),
+    Node("o_proj", ("ctx",), ("hidden",), partial(_linear, "o")),
     Node("attn_add", ("residual", "hidden"), ("residual",), _add),
-    Node("mlp_norm", ("residual",), ("hidden",), _mlp_norm),
-    Node("gate_up", ("hidden",), ("gate_up",), _gate_up),
+    Node("mlp_norm", ("residual",), ("hidden",), partial(_norm, "mlp_norm")),
+    Node("gate_up", ("hidden",), ("gate_up",), partial(_linear, "gate_up")),
     Node("act_mul", ("gate_up",), ("act",), _act_mul),
-    Node("down", ("act",), ("hidden",), _down),
+    Node("down", ("act",), ("hidden",), partial(_linear, "down")),
     Node("mlp_add", ("residual", "hidden"), ("residual",), _add),
 )
 FINAL_NORM = Node("final_norm", ("residual",), ("hidden",), _final_norm)

@@ -176,7 +176,7 @@ def _refusals(plan: Plan) -> Iterator[str]:
     if plan.graphs.offer.captures and config.device == "cpu":
         yield f"{graphs} CUDA graphs and the device is cpu: choose --graphs none"
     if plan.graphs.offer.captures and not kv.offer.graph_safe:
-        why = f"attention and kv '{kv.name}' is not graph_safe"
+        why = f"steps and kv '{kv.name}' is not graph_safe"
         yield f"{graphs} {why}: choose --graphs none or another kv"
     if config.enable_prefix_caching and not kv.offer.prefix_sharing:
         why = f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes"

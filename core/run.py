@@ -120,11 +120,8 @@ def _parser() -> Parser:
     add("prompts", nargs="*", metavar="PROMPT", help="text to continue, or pipe it in")
     about = "prompts, one a line; - for stdin; .jsonl: objects with a prompt and sampling fields"
     add("--prompt-file", metavar="FILE", help=about)
-    add(
-        "--config",
-        metavar="FILE",
-        help="what a run wrote with -o json: take its options of the engine",
-    )
+    about = "what a run wrote with -o json: take its options of the engine"
+    add("--config", metavar="FILE", help=about)
     for name, field in RunConfig.model_fields.items():
         about = str(field.description)
         if name in DEFAULTS:

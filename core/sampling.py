@@ -96,10 +96,8 @@ class SamplingParams:
             if not _is_valid(value, str(f.type), f.metadata["low"], f.metadata["high"]):
                 raise UserError(f"{f.name} is {value!r}: give {f.metadata['takes']}")
         if self.min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}: "
-                "raise max_tokens or lower min_tokens"
-            )
+            what = f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}"
+            raise UserError(f"{what}: raise max_tokens or lower min_tokens")
 
     @property
     def needs(self) -> int:

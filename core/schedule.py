@@ -8,7 +8,7 @@ hit leaves, a resumed sequence and a decode are the same case with different dis
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,13 @@ from core.seams import offered
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from core.batch import Limits, Sequence
+    from core.batch import Int32, Limits, Sequence
     from core.config import RunConfig
     from core.metrics import StepCounters
     from core.seams import KVManager, Scheduler
     from core.slots import Slots
 
+    Entry = tuple[Any, int, Sequence]  # of the queue: key, order of arrival, who
 
 _MAX_ASIDE = 8  # heads without room that one plan looks past
 
@@ -31,9 +32,9 @@ _MAX_ASIDE = 8  # heads without room that one plan looks past
 class StepPlan(NamedTuple):
     """The rows of a step, decode rows first. All arrays [R]."""
 
-    slots: NDArray[np.int32]
-    starts: NDArray[np.int32]  # tokens of the row computed before this step
-    query_lens: NDArray[np.int32]
+    slots: Int32
+    starts: Int32  # tokens of the row computed before this step
+    query_lens: Int32
     samples: NDArray[np.bool_]  # the row reaches its last token and yields a new one
     num_decodes: int
 
@@ -65,11 +66,11 @@ class Schedule:
         self._may_start = offered(sched, "may_start")
         self._save = offered(kv, "save") if config.preemption == "swap" else None
         self._restore = offered(kv, "restore")
-        self._heap: list[tuple[Any, int, Sequence]] = []
+        self._heap: list[Entry] = []
         self._waiting: dict[Sequence, Any] = {}  # to its entry; all others in the heap are stale
         self.prefilling: list[Sequence] = []
         self.decoding: dict[int, Sequence] = {}
-        self._decoding_slots: NDArray[np.int32] | None = None
+        self._decoding_slots: Int32 | None = None
 
     # -------- the queue
 
@@ -79,8 +80,13 @@ class Schedule:
 
     def enqueue(self, seq: Sequence) -> None:
         """`seq` waits for its first or next admission."""
-        entry = self._waiting[seq] = (self._sched.key(seq, self._clock()), seq.order, seq)
+        (entry,) = self._entries([seq])
+        self._waiting[seq] = entry
         heapq.heappush(self._heap, entry)
+
+    def _entries(self, seqs: Iterable[Sequence]) -> list[Entry]:
+        clock = self._clock()
+        return [(self._sched.key(seq, clock), seq.order, seq) for seq in seqs]
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`, wherever it is. Its room and slot are the engine's to give back."""
@@ -91,7 +97,7 @@ class Schedule:
             del self.decoding[seq.slot]
             self._decoding_slots = None
 
-    def head(self) -> tuple[Any, int, Sequence] | None:
+    def head(self) -> Entry | None:
         """Key, order and who it is that is next to be admitted."""
         while self._heap and self._waiting.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
@@ -104,15 +110,13 @@ class Schedule:
         now."""
         preempted = self._make_room_for_decodes()
         if self._sched.rekey == "step":
-            clock = self._clock()
-            self._heap = [(self._sched.key(s, clock), s.order, s) for s in self._waiting]
+            self._heap = self._entries(self._waiting)
             self._waiting = {entry[2]: entry for entry in self._heap}
             heapq.heapify(self._heap)
         slots = self._slots_of_decodes()
         num_decodes = len(slots)
-        rows, lens = self._prefill_rows(
-            self._limits.max_num_batched_tokens - num_decodes, admit=not preempted
-        )
+        budget = self._limits.max_num_batched_tokens - num_decodes
+        rows, lens = self._prefill_rows(budget, admit=not preempted)
         if not num_decodes and not rows:
             if not self.prefilling:
                 return None
@@ -123,7 +127,7 @@ class Schedule:
         query_lens = np.concatenate((np.ones(num_decodes, np.int32), np.array(lens, np.int32)))
         return self._commit(all_slots, query_lens, num_decodes)
 
-    def _slots_of_decodes(self) -> NDArray[np.int32]:
+    def _slots_of_decodes(self) -> Int32:
         if self._decoding_slots is None:
             self._decoding_slots = np.fromiter(self.decoding, np.int32, len(self.decoding))
         return self._decoding_slots
@@ -175,13 +179,10 @@ class Schedule:
     def _prefill_rows(self, budget: int, admit: bool) -> tuple[list[int], list[int]]:
         """Slots and chunk lengths of the sequences with prompt work, by policy, within `budget`
         tokens."""
-        clock = self._clock()
         for seq in self.prefilling:
             self._slots.sync(seq)
-        partials = sorted(
-            ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
-        )
-        aside: list[tuple[Any, int, Sequence]] = []  # heads without room, which others may pass
+        partials = sorted(self._entries(self.prefilling), reverse=True)
+        aside: list[Entry] = []  # heads without room, which others may pass
         rows: list[int] = []
         lens: list[int] = []
         while budget > 0:
@@ -218,9 +219,7 @@ class Schedule:
         limit = min(budget, self._chunk_size, seq.remaining)
         return min(limit, self._sched.chunk(seq, limit)) if self._chunked else limit
 
-    def _set_aside(
-        self, head: tuple[Any, int, Sequence], aside: list[tuple[Any, int, Sequence]]
-    ) -> bool:
+    def _set_aside(self, head: Entry, aside: list[Entry]) -> bool:
         """Whether others may start before `head`, which has no room: each head is passed a bounded
         number of times."""
         if not self._slots.num_free or head[2].num_bypassed >= self._max_bypass:
@@ -254,9 +253,7 @@ class Schedule:
         self.prefilling.append(seq)
         return True
 
-    def _commit(
-        self, slots: NDArray[np.int32], query_lens: NDArray[np.int32], num_decodes: int
-    ) -> StepPlan:
+    def _commit(self, slots: Int32, query_lens: Int32, num_decodes: int) -> StepPlan:
         """Advance the numbers of every row as if the step had run; publish prompt blocks it will
         write."""
         s = self._slots
@@ -270,7 +267,7 @@ class Schedule:
         self._counters.num_prefill_tokens += int(query_lens[num_decodes:].sum())
         return StepPlan(slots, starts, query_lens, samples, num_decodes)
 
-    def publish(self, slots: NDArray[np.int32]) -> None:
+    def publish(self, slots: Int32) -> None:
         """Share what is both known and written: prompt blocks at launch, generated ones at
         harvest."""
         if not len(slots):
@@ -283,9 +280,7 @@ class Schedule:
             s.sync(seq)
             self._kv.publish(seq, min(seq.num_computed, seq.num_known))
 
-    def _regroup(
-        self, slots: NDArray[np.int32], samples: NDArray[np.bool_], num_decodes: int
-    ) -> None:
+    def _regroup(self, slots: Int32, samples: NDArray[np.bool_], num_decodes: int) -> None:
         """Prefills that are through decode from now on; who samples its last token asks for no
         more."""
         s = self._slots

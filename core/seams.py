@@ -203,7 +203,7 @@ class KVManager(Protocol):
 
     @spec
     def begin_step(self, batch: Batch) -> None:
-        """The device half of `plan`: the first node of every graph."""
+        """The device half of `plan`: the first node of a step, and of the graph of a whole one."""
 
     @spec
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
@@ -287,6 +287,17 @@ class GraphStrategy(Protocol):
         """The captured shape that a step is padded to, or None: the step runs eagerly, and is
         counted."""
 
+    @optional
+    def cut(self) -> Seq[str]:
+        """Nodes that run eagerly between captured pieces: their names in core.model.
+
+        Without this method a graph is a whole step. With it `begin_step`, `attention` and `lm_head`
+        are left out whatever it says, and a fused span is if it computes a node that is. Eager
+        operations see the batch of the step, padded in tokens to the shape that was selected, and
+        in rows to the fewest that any shape has room for; pieces may depend on `num_tokens` and
+        `fresh` alone.
+        """
+
 
 # -------- sched
 
@@ -320,12 +331,8 @@ class Scheduler(Protocol):
         """Called once a step that has ended, with what it carried and its wall time."""
 
 
-PROTOCOLS: Mapping[str, type] = {
-    "kv": KVManager,
-    "fusion": FusionSet,
-    "graphs": GraphStrategy,
-    "sched": Scheduler,
-}
+_IN_ORDER = (KVManager, FusionSet, GraphStrategy, Scheduler)
+PROTOCOLS: Mapping[str, type] = dict(zip(SEAMS, _IN_ORDER, strict=True))
 API: Mapping[str, int] = {"kv": 1, "fusion": 1, "graphs": 1, "sched": 1}
 
 

@@ -34,6 +34,7 @@ def outweigh_register_graphs(register: Register) -> None:
     register("none", "plugins.graphs.none:NoGraphs")
     register("decode", "plugins.graphs.decode:DecodeGraphs")
     register("full", "plugins.graphs.full:FullGraphs")
+    register("piecewise", "plugins.graphs.piecewise:PiecewiseGraphs")
 
 
 @hookimpl

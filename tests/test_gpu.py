@@ -10,6 +10,7 @@ import torch
 
 from core import Engine, SamplingParams
 from core.testing import parity
+from core.testing.graphs_gpu import Watch
 from core.testing.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -39,38 +40,30 @@ def engine(model, **options):
     return Engine(**{**defaults, **options})
 
 
-@pytest.mark.parametrize("graphs", ["decode", "full"])
+@pytest.mark.parametrize("graphs", ["decode", "piecewise", "full"])
 @pytest.mark.parametrize("kv", ["contiguous", "paged", "paged_int8"])
 @pytest.mark.parametrize("fusion", ["none", "triton"])
 def test_replay_equals_eager_at_the_same_padded_shape_bit_for_bit(checkpoint, graphs, kv, fusion):
+    """Decode steps, lone prompts, chunks that sample no row, and mixes of them."""
     with engine(checkpoint, graphs=graphs, kv=kv, fusion=fusion) as e:
-        executor, compared = e._executor, []
-        replay = executor._pool.model
-
-        def both(shape):
-            graph = replay(shape)
-            if graph is None:
-                return None
-
-            def run():
-                batch = executor._shapes[shape]
-                live = batch.sample_slots != e.limits.trash_slot
-                graph()
-                captured = batch.logits[live]
-                batch.logits.fill_(float("nan"))
-                executor._run_step(batch)
-                compared.append((shape, torch.equal(captured, batch.logits[live])))
-
-            return run
-
-        executor._pool.model = both
-        for lengths in ((2,), (15,), (64,), (200,), (1, 2, 15, 16, 17, 40, 70, 200)):
+        watch = Watch(e)
+        for lengths in ((2,), (15,), (64,), (200,), (400,), (1, 2, 15, 16, 17, 40, 70, 200, 300)):
             e.generate(prompts(lengths), SamplingParams(max_tokens=6, ignore_eos=True))
-    assert all(equal for _, equal in compared), compared
-    assert {shape.decode_only for shape, _ in compared} >= {True}
-    if graphs == "full":
-        assert {shape.fresh for shape, _ in compared} == {True, False}
-        assert any(not s.fresh and not s.decode_only for s, _ in compared)
+        num_graph_steps, num_eager_steps = e.counters.num_graph_steps, e.counters.num_eager_steps
+    assert watch.differing == []
+    assert {shape.decode_only for shape in watch.replayed} >= {True}
+    assert num_graph_steps > 0 and (graphs == "decode" or num_eager_steps == 0)
+    if graphs != "decode":
+        assert {shape.fresh for shape in watch.replayed} == {True, False}
+        assert any(not s.fresh and not s.decode_only for s in watch.replayed)
+
+
+@pytest.mark.parametrize("graphs", ["decode", "piecewise", "full"])
+def test_what_graphs_hold_is_reported(checkpoint, graphs):
+    with engine(checkpoint, graphs="none") as e:
+        assert e.report()["graph_bytes"] == 0
+    with engine(checkpoint, graphs=graphs) as e:
+        assert 0 < e.report()["graph_bytes"] < 1 << 28
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -82,7 +75,7 @@ def test_every_composition_gives_the_same_tokens_in_float32(checkpoint, temperat
     ]
     found = {}
     for kv in ("contiguous", "paged"):
-        for graphs in ("none", "decode", "full"):
+        for graphs in ("none", "decode", "piecewise", "full"):
             for fusion in ("none", "triton"):
                 for overlap in (False, True):
                     with engine(
@@ -136,9 +129,10 @@ def test_scarcity_preempts_and_changes_no_token(checkpoint, preemption, overlap)
         assert e.counters.num_eager_steps == 0
 
 
-def test_prefix_hits_change_no_token(checkpoint):
+@pytest.mark.parametrize("graphs", ["piecewise", "full"])
+def test_prefix_hits_change_no_token(checkpoint, graphs):
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    with engine(checkpoint, dtype="float32") as e:
+    with engine(checkpoint, dtype="float32", graphs=graphs) as e:
         first = e.generate(prompts(), params)
         again = e.generate(prompts(), params)
     assert [o.token_ids for o in first] == [o.token_ids for o in again]

@@ -12,14 +12,16 @@ only, so these need no GPU; `core.testing.graphs_gpu` replays what it captures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 
 from core.batch import BatchShape, Limits
 from core.conform import bind
+from core.model import FINAL_NORM, LAYER, LM_HEAD
 from core.registry import Registry
+from core.seams import offered
 
 if TYPE_CHECKING:
     from core.seams import GraphStrategy
@@ -74,6 +76,13 @@ class GraphSuite:
                 if shape is not None:
                     yield step, shape, shapes
 
+    def cut(self) -> Seq[str]:
+        """What a strategy that captures pieces leaves out of them."""
+        cut = offered(self.make(), "cut")
+        if cut is None:
+            pytest.skip("it has no method cut: a graph is a whole step")
+        return cast("Seq[str]", cut())
+
     # --------------------------------------------------------------------------------- shapes
 
     def test_fits_the_seam(self) -> None:
@@ -117,12 +126,27 @@ class GraphSuite:
         for limits, strategy, shapes in self.captured():
             options: Any = getattr(strategy, "config", None)
             top = min(limits.max_num_batched_tokens, getattr(options, "max_tokens", 1 << 40))
-            rows = [shape.num_seqs for shape in shapes if shape.decode_only]
+            one = offered(strategy, "cut") is not None  # decode steps have no ladder of their own
+            rows = [shape.num_seqs for shape in shapes if shape.decode_only and not one]
             fresh = [shape.num_tokens for shape in shapes if shape.fresh]
-            mixed = [s.num_tokens for s in shapes if not s.decode_only and not s.fresh]
+            mixed = [s.num_tokens for s in shapes if not s.fresh and (one or not s.decode_only)]
             assert max(rows, default=limits.max_num_seqs) == limits.max_num_seqs, f"{limits}"
             assert max(mixed, default=top) == top, f"{limits}"
             assert max(fresh, default=top) in (top, min(top, limits.max_model_len)), f"{limits}"
+
+    def test_what_is_cut_out_is_a_node(self) -> None:
+        """A span that holds it goes with it; spans themselves have no say here."""
+        known = {"begin_step", "embed", *(n.name for n in (*LAYER, FINAL_NORM, LM_HEAD))}
+        unknown = set(self.cut()) - known
+        assert not unknown, f"{sorted(unknown)} are no nodes"
+
+    def test_pieces_are_captured_once(self) -> None:
+        """They depend on tokens and freshness alone: shapes that differ in the rest only would be
+        the same graphs twice."""
+        self.cut()
+        for limits, _, shapes in self.captured():
+            twice = Counter((s.num_tokens, s.fresh) for s in set(shapes)).most_common(1)
+            assert twice[0][1] == 1, f"(tokens, fresh) {twice} for {limits}"
 
     # --------------------------------------------------------------------------------- select
 

@@ -404,7 +404,7 @@ class KVManagerSuite:
         before = [_bytes_of(rig, seq) for seq in bystanders]
         for seq in running:
             rig.append(seq, 1)
-        run_step(rig, running, num_padding_tokens=1, num_padding_rows=1)
+        run_step(rig, running, num_padding_tokens=6, num_padding_rows=1)
         for seq in running:
             rig.append(seq, 2)
         run_step(rig, running, [(prompt, 20)], num_padding_tokens=100, num_padding_rows=1)

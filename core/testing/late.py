@@ -25,7 +25,7 @@ from core.staging import Staging
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.batch import Batch, HostBatch
+    from core.batch import Batch, BatchShape, HostBatch
     from core.schedule import StepPlan
     from core.staging import Arrays
 
@@ -148,13 +148,13 @@ class LateExecutor(Executor):
             setattr(kv, name, self.late.in_order(getattr(kv, name)))
         self.sampler.admit = self.late.in_order(self.sampler.admit)  # type: ignore[method-assign]
 
-    def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, int]:
-        batch, num_samples = super()._stage(plan, eagerly)
+    def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, BatchShape | None]:
+        batch, captured = super()._stage(plan, eagerly)
         assert batch.host is not None
         batch.host = _copied(batch.host)  # what a launch reads of the host, it reads at once
         if eagerly:
             self.late.run_until(self.late.num_queued)
-        return batch, num_samples
+        return batch, captured
 
     def _run_step(self, batch: Batch) -> None:
         self.late.enqueue(partial(super()._run_step, batch))

@@ -122,7 +122,7 @@ class PageOracle:
             self._after(seq)
 
     def _draw_padding(self, budget: int, num_rows: int, single: bool) -> dict[str, int]:
-        """Within the limits; a step of single tokens is padded by as many rows as tokens."""
+        """Within the limits; for a step of single tokens no more tokens than rows may be."""
         tokens, rows = min(budget, 5), self.rig.limits.max_num_seqs - num_rows
         if single:
             tokens = rows = min(tokens, rows)

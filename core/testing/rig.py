@@ -324,7 +324,7 @@ def to_batch(
     )
     tokens, rows = num_tokens + padding[0], num_seqs + padding[1]
     if max_query == 1:
-        tokens = rows = max(tokens, rows)
+        tokens = max(tokens, rows)  # pieces of a graph are padded in tokens alone
     fresh = num_seqs == 1 and max_query > 1 and host.positions[0] == 0
     trash = limits.trash_slot
 

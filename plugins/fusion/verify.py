@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from core import attention
 from core.chain import Placed, cover, decoder_chain, execute
 from core.errors import RunError, explained
 from core.model import EMBED, FINAL_NORM, LAYER, LM_HEAD
 from core.sampler import SAMPLE, gumbel_scores
 from core.sampling import Needs
 from core.testing.parity import FACTOR, FLOOR, RELATIVE_TIE, TIE
+from plugins.kv import by_gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -269,7 +269,7 @@ class _WideKV:
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         if batch.host is None:
             return q.flatten(1)
-        return attention.attend(cast("KVManager", self), layer, q, batch, scale=self._scale)
+        return by_gather.attend(cast("KVManager", self), layer, q, batch, scale=self._scale)
 
 
 Written = tuple["Tensor", "Tensor"]  # keys and values of a step, float32 [T, K, D]

@@ -205,24 +205,34 @@ def shapes(graphs, **config):
 
 
 def case_fine(graphs, tmp_path):
-    usual = shapes(graphs)
-    assert usual[0] == [1, 2, 4, 8, 16, 20] and shapes(graphs, fine=8) == usual
+    """As many tokens as there may be rows: of decode steps, and of `piecewise` of all steps."""
+
+    def by_length(**config):
+        decode, prompts, mixed = shapes(graphs, **config)
+        both = decode + mixed
+        return [n for n in both if n <= 20], [n for n in both if n > 20], prompts
+
+    usual = by_length()
+    assert usual[0] == [1, 2, 4, 8, 16, 20] and by_length(fine=8) == usual
     for fine, rows in ((5, [1, 2, 4, 5, 10, 15, 20]), (20, [1, 2, 4, 20])):
-        assert shapes(graphs, fine=fine) == (rows, *usual[1:])
+        assert by_length(fine=fine) == (rows, *usual[1:])
 
 
 def case_fine_tokens(graphs, tmp_path):
     usual, coarse = shapes(graphs), shapes(graphs, fine_tokens=64)
     assert usual[0] == coarse[0]
-    assert [n for n in usual[1] if n > 4] == [32, 64, 96, 128, 160, 192, 224, 256, 300]
-    assert [n for n in coarse[1] if n > 4] == [64, 128, 192, 256, 300]
-    assert (usual[2], coarse[2]) == ([128, 256, 300], [256, 300])
+    every = [32, 64, 96, 128, 160, 192, 224, 256, 300], [64, 128, 192, 256, 300]
+    assert [n for n in usual[1] if n > 4] == every[0]
+    assert [n for n in coarse[1] if n > 4] == every[1]
+    mixed = every if graphs == "piecewise" else ([128, 256, 300], [256, 300])
+    assert tuple([n for n in found[2] if n > 20] for found in (usual, coarse)) == mixed
 
 
 def case_max_tokens(graphs, tmp_path):
     usual, few = shapes(graphs), shapes(graphs, max_tokens=100)
     assert usual[0] == few[0]
-    assert (usual[1][-1], usual[2][-1], few[1][-1], few[2]) == (300, 300, 100, [100])
+    assert (usual[1][-1], usual[2][-1], few[1][-1], few[2][-1]) == (300, 300, 100, 100)
+    assert few[2] == [100] or graphs == "piecewise"
 
 
 def case_mixed(graphs, tmp_path):

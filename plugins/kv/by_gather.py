@@ -1,7 +1,7 @@
-"""The default `attend`, built on `gather`: a new cache format needs `write` and `gather` alone.
+"""An `attend` built on `gather`: a new cache format needs `write` and `gather` alone.
 
     def attend(self, layer, q, batch):
-        return attention.attend(self, layer, q, batch, scale=self.facts.softmax_scale)
+        return by_gather.attend(self, layer, q, batch, scale=self.facts.softmax_scale)
 
 It masks by position, so a format that keeps fewer tokens than it was given (an evictor) or keeps
 them in another order is read correctly. It loops over the rows on the host: such an offer declares
@@ -29,7 +29,7 @@ def attend(kv: KVManager, layer: int, q_THD: Tensor, batch: Batch, *, scale: flo
     usually its own.
     """
     host = batch.host
-    assert host is not None, "the default attend runs eagerly; declare graph_safe = False"
+    assert host is not None, "attention by gather runs eagerly: declare graph_safe = False"
     out_THD = torch.zeros_like(q_THD)
     starts = host.query_start.tolist()
     for slot, seq_len, lo, hi in zip(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from core import attention
 from core.batch import Limits
 from core.testing import codes
 from core.testing.kv import KVManagerSuite
 from core.testing.probes import compute
 from core.testing.rig import Rig
+from plugins.kv.by_gather import attend
 from plugins.kv.contiguous import Contiguous
 
 
@@ -24,7 +24,7 @@ class WriteAndGather(Contiguous):
         self.scale = facts.softmax_scale
 
     def attend(self, layer, q, batch):
-        return attention.attend(self, layer, q, batch, scale=self.scale)
+        return attend(self, layer, q, batch, scale=self.scale)
 
     def sink(self, layer):
         return None
