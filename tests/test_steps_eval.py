@@ -128,6 +128,6 @@ def test_a_run_measures_what_fits_and_says_what_does_not(tmp_path, capsys):
     assert result["kv_token_bytes"] == 288
     assert result["prefill"]["64"].keys() == {"refused"}
     assert result["prefill"]["16"]["padding"] == 0
-    for row in (result["prefill"]["16"], result["decode"]["2"]):
+    for row in (result["prefill"]["16"], result["decode"]["32"]["2"]):
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["p50_ms"])
         assert row["share_of_floor"] == pytest.approx(1 / row["x_floor"])

@@ -210,10 +210,12 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
             continue
         row = summary(times, prefill_floor_ms(facts, n, *rates))
         rows["prefill"][n] = row | {"padding": prompt_padding(engine, n)}
-    for batch in args.batch:
-        times = decode_ms(engine, batch, args.context, args.steps, rng)
-        floor = decode_floor_ms(facts, batch, args.context, rates[0], token_bytes)
-        rows["decode"][batch] = summary(times, floor)
+    for context in args.context:
+        of_context = rows["decode"][context] = {}
+        for batch in args.batch:
+            times = decode_ms(engine, batch, context, args.steps, rng)
+            floor = decode_floor_ms(facts, batch, context, rates[0], token_bytes)
+            of_context[batch] = summary(times, floor)
     return rows
 
 
@@ -235,7 +237,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument(
-        "--context", type=int, default=1088, help="tokens, at the middle of the timed steps"
+        "--context",
+        type=int,
+        nargs="+",
+        default=[1088],
+        help="tokens, at the middle of the timed decode steps",
     )
     parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
     parser.add_argument("--repeats", type=int, default=20, help="prefills timed")
@@ -290,11 +296,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print(rows: dict[str, Any]) -> None:
-    units = {"prefill": "tokens", "decode": "sequences"}
-    found = [
-        (f"{kind} {size} {unit}", row)
-        for kind, unit in units.items()
-        for size, row in rows[kind].items()
+    found = [(f"prefill {n} tokens", row) for n, row in rows["prefill"].items()]
+    found += [
+        (f"decode {batch} sequences at {context}", row)
+        for context, of_context in rows["decode"].items()
+        for batch, row in of_context.items()
     ]
     print_rows([_cells(step, row) for step, row in found if "refused" not in row], sys.stdout)
     for step, row in found:
