@@ -90,13 +90,10 @@ def _operations(chain: Seq[Placed], starts: dict[int, Span]) -> list[Operation]:
         span = starts.get(i)
         run = chain[i : i + (len(span.nodes) if span else 1)]
         i += len(run)
-        reads, writes = _interface(
-            [placed.node for placed in run], [placed.node for placed in chain[i:]]
-        )
+        reads, writes = _interface([p.node for p in run], [p.node for p in chain[i:]])
         if span:
-            operations.append(
-                Operation(span.name, tuple(p.site for p in run), span.run, reads, writes)
-            )
+            sites = tuple(p.site for p in run)
+            operations.append(Operation(span.name, sites, span.run, reads, writes))
         else:
             node, site = run[0]
             operations.append(Operation(node.name, site, node.run, node.reads, node.writes))

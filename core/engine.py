@@ -154,9 +154,7 @@ class Engine:
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
         if request_id in self._requests:
-            raise UserError(
-                f"request {request_id!r} is already running: give every request its own id"
-            )
+            raise UserError(f"request {request_id!r} is running: give every request its own id")
         sched = self.plan.sched
         if not isinstance(priority, int) or arrival != arrival:
             raise UserError(f"priority is {priority!r} and arrival {arrival}: give numbers")

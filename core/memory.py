@@ -67,7 +67,7 @@ def _activation_bytes(decoder: Decoder, spans: Seq[Span], limits: Limits) -> int
     by_row = ("slots", "query_start", "seq_lens", "num_decodes", "logit_rows", "sample_slots")
     fields: dict[str, Any] = dict.fromkeys((*by_row, "temperature", "sample_keys"), zeros[:rows])
     fields |= dict.fromkeys(("token_ids", "positions", "token_slots"), zeros)
-    shape = BatchShape(tokens, rows, tokens, tokens, False)
+    shape = BatchShape(tokens, rows, tokens, tokens, None)
     batch = Batch(shape, **fields, kv={}, last_token=zeros[:1])
     torch.cuda.reset_peak_memory_stats(decoder.device)
     before = torch.cuda.memory_allocated(decoder.device)

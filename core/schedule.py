@@ -178,9 +178,8 @@ class Schedule:
         clock = self._clock()
         for seq in self.prefilling:
             self._slots.sync(seq)
-        partials = sorted(
-            ((self._sched.key(s, clock), s.order, s) for s in self.prefilling), reverse=True
-        )
+        keyed = ((self._sched.key(s, clock), s.order, s) for s in self.prefilling)
+        partials = sorted(keyed, reverse=True)
         aside: list[tuple[Any, int, Sequence]] = []  # heads without room, which others may pass
         rows: list[int] = []
         lens: list[int] = []

@@ -183,9 +183,7 @@ def _check(directory: Path, files: dict[Path, list[str]], wanted: dict[str, Tens
     for what, differing in (("holds", extra), ("lacks", set(wanted) - found)):
         if differing:
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-            what = (
-                f"{directory} {what} {min(differing)}{more}, unlike the decoder of its config.json"
-            )
+            what = f"{directory} {what} {min(differing)}{more}, unlike the decoder of config.json"
             raise UserError(f"{what}; check that both are of one model.")
     for path, names in files.items():
         with _opened(path) as shard:
