@@ -45,16 +45,26 @@ class BatchShape(NamedTuple):
     """The host integers of a step, all that a captured graph may depend on; one that leaves
     attention out on `num_tokens` and `fresh` alone.
 
-    `max_query` and `max_kv` are upper bounds over the rows, in tokens. `fresh` says that the step
-    is one prompt chunk that starts at position 0 and stands at tokens 0..n-1, so that causal
-    attention over this step's own keys is the whole of its attention.
+    `max_query` and `max_kv` are upper bounds over the rows, in tokens. `start` says that the step
+    is one prompt chunk of two tokens or more, at tokens 0..n-1, that starts exactly at this
+    position; None: it may be anything.
     """
 
     num_tokens: int
     num_seqs: int
     max_query: int
     max_kv: int
-    fresh: bool
+    start: int | None
+
+    @property
+    def fresh(self) -> bool:
+        """Causal attention over this step's own keys is the whole of its attention."""
+        return self.start == 0
+
+    @property
+    def lone(self) -> bool:
+        """The step is a prompt chunk alone: KVSink.fresh gets its keys and values too."""
+        return self.start is not None
 
     @property
     def decode_only(self) -> bool:

@@ -166,8 +166,8 @@ class Executor:
         num_tokens = num_rows if lone_tokens else int(plan.query_lens.sum())
         max_query = 1 if lone_tokens else int(plan.query_lens.max())
         seq_lens = plan.starts + plan.query_lens
-        fresh = num_rows == 1 and not lone_tokens and not plan.starts[0]
-        wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), fresh)
+        start = int(plan.starts[0]) if num_rows == 1 and not lone_tokens else None
+        wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), start)
         captured = self._captured(wanted) if self._pool and not eagerly else None
         if captured:
             batch = self._padded(wanted, captured)
@@ -259,7 +259,9 @@ class Executor:
         if shape is None:
             return None
         holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
-        if shape not in self._shapes or not holds or (shape.fresh and not wanted.fresh):
+        starts = shape.start in (None, wanted.start)
+        exact = starts and (not shape.start or shape.num_tokens == wanted.num_tokens)
+        if shape not in self._shapes or not (holds and exact):
             raise RunError(f"graphs selected {shape} for {wanted}, which it does not hold")
         return shape
 
@@ -303,7 +305,7 @@ class Executor:
     def capture(self, progress: Callable[[str, int, int], None]) -> None:
         """Capture every shape that the strategy asks for, the largest first, over padding rows
         only."""
-        shapes = sorted(set(self._graphs.shapes(self.limits)), reverse=True)
+        shapes = sorted(set(self._graphs.shapes(self.limits)), key=lambda s: s[:4], reverse=True)
         self._pool = pool = GraphPool(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)

@@ -79,9 +79,9 @@ class KVSink:
 
     kind "blocks": `k` and `v` are [N, K, B, D]; token t goes to block `slot_map[t] // B`, offset
     `slot_map[t] % B`. `slot_map` is int32 [T], filled by `begin_step`, and names the trash block
-    for padding. `fresh` is a pair of [max_num_batched_tokens, K, D] scratch tensors which receive
-    this step's keys and values too, as attention must see them, or None. A span that does not know
-    a kind leaves it to the plain nodes.
+    for padding. `fresh` is a pair of [max_num_batched_tokens, K, D] scratch tensors, or None: token
+    t of a step whose shape is `lone` leaves its keys and values in row t too, as attention must see
+    them. A span that does not know a kind leaves it to the plain nodes.
     """
 
     kind: str
@@ -282,10 +282,15 @@ class GraphStrategy(Protocol):
 
     @spec
     def select(
-        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, start: int | None
     ) -> BatchShape | None:
         """The captured shape that a step is padded to, or None: the step runs eagerly, and is
-        counted."""
+        counted.
+
+        Arguments are the fields of the step's own BatchShape. A shape with a `start` serves only
+        steps that start exactly there; behind a prefix (start > 0) only those of exactly its
+        number of tokens, since the length of the prefix and every row are baked in.
+        """
 
     @optional
     def cut(self) -> Seq[str]:

@@ -41,11 +41,11 @@ class Ladder:
         self.longest = limits.max_model_len
         return [self.shape(n + 1) for n in range(self.top)]
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         return self.shape(num_seqs) if max_query == 1 and num_seqs <= self.top else None
 
     def shape(self, n):
-        return BatchShape(n, n, 1, self.longest, False)
+        return BatchShape(n, n, 1, self.longest, None)
 
 def outweigh_register_graphs(register):
     register("ladder", Ladder)

@@ -78,7 +78,7 @@ def test_padding_of_a_prompt_in_chunks_is_that_of_its_last():
     last = composed(FullGraphs()).limits.max_num_batched_tokens
     assert prompt_padding(composed(FullGraphs()), 2 * last) == 0
     padded = prompt_padding(composed(FullGraphs()), 2 * last + 150) * (2 * last + 150)
-    # Not fresh any more: the ladder of mixed steps is coarser than that of prompts.
+    # Behind a prefix: the ladder of mixed steps is coarser than that of prompts.
     assert padded == pytest.approx(256 - 150)
 
 

@@ -110,9 +110,9 @@ class GraphSuite:
                 assert 1 <= shape.max_query <= shape.num_tokens, f"{shape}"
                 if shape.decode_only:
                     assert shape.num_tokens == shape.num_seqs, f"{shape}"
-                if shape.fresh:
-                    assert shape.num_seqs == 1, f"{shape}"
-                else:
+                if shape.lone:
+                    assert shape.num_seqs == 1 and not shape.decode_only, f"{shape}"
+                if not shape.fresh:
                     assert shape.max_kv <= limits.max_model_len, f"{shape} for {limits}"
 
     def test_no_shape_is_there_twice(self) -> None:
@@ -129,7 +129,7 @@ class GraphSuite:
             one = offered(strategy, "cut") is not None  # decode steps have no ladder of their own
             rows = [shape.num_seqs for shape in shapes if shape.decode_only and not one]
             fresh = [shape.num_tokens for shape in shapes if shape.fresh]
-            mixed = [s.num_tokens for s in shapes if not s.fresh and (one or not s.decode_only)]
+            mixed = [s.num_tokens for s in shapes if not s.lone and (one or not s.decode_only)]
             assert max(rows, default=limits.max_num_seqs) == limits.max_num_seqs, f"{limits}"
             assert max(mixed, default=top) == top, f"{limits}"
             assert max(fresh, default=top) in (top, min(top, limits.max_model_len)), f"{limits}"
@@ -141,12 +141,12 @@ class GraphSuite:
         assert not unknown, f"{sorted(unknown)} are no nodes"
 
     def test_pieces_are_captured_once(self) -> None:
-        """They depend on tokens and freshness alone: shapes that differ in the rest only would be
+        """They depend on tokens and start alone: shapes that differ in the rest only would be
         the same graphs twice."""
         self.cut()
         for limits, _, shapes in self.captured():
-            twice = Counter((s.num_tokens, s.fresh) for s in set(shapes)).most_common(1)
-            assert twice[0][1] == 1, f"(tokens, fresh) {twice} for {limits}"
+            twice = Counter((s.num_tokens, s.start) for s in set(shapes)).most_common(1)
+            assert twice[0][1] == 1, f"(tokens, start) {twice} for {limits}"
 
     # --------------------------------------------------------------------------------- select
 
@@ -165,11 +165,16 @@ class GraphSuite:
             holds = all(has >= needs for has, needs in zip(shape[:4], step[:4], strict=True))
             assert holds, f"{shape} does not hold {step}"
 
-    def test_only_a_fresh_step_gets_a_fresh_shape(self) -> None:
-        """A chunk behind a prefix, or beside others, must read cached keys, which such a shape
-        leaves out."""
+    def test_a_shape_with_a_start_is_for_steps_that_start_there(self) -> None:
+        """How many cached keys a step reads is baked into such a shape: none, if it is fresh."""
         for step, shape, _ in self.selected():
-            assert step.fresh or not shape.fresh, f"{shape} for {step}"
+            assert shape.start in (None, step.start), f"{shape} for {step}"
+
+    def test_a_shape_behind_a_prefix_is_not_padded_to(self) -> None:
+        """Every one of its rows is a token of the chunk."""
+        for step, shape, _ in self.selected():
+            exact = not shape.start or shape.num_tokens == step.num_tokens
+            assert exact, f"{shape} for {step}"
 
     def test_select_depends_on_the_step_alone(self) -> None:
         """Not on what was asked before."""
@@ -200,19 +205,18 @@ class GraphSuite:
 
 def steps(limits: Limits) -> Iterator[BatchShape]:
     """Steps within `limits`: every number of decode rows; every number of tokens as a lone prompt,
-    a chunk behind a prefix, and a mix of few and of many rows."""
-    longest = limits.max_model_len
+    a chunk behind a short prefix, a long one and one or two whole chunks, and a mix of few and of
+    many rows."""
+    longest, budget = limits.max_model_len, limits.max_num_batched_tokens
     for rows in range(1, limits.max_num_seqs + 1):
         for max_kv in (1, longest // 2, longest):
-            yield BatchShape(rows, rows, 1, max_kv, False)
-    for tokens in range(2, limits.max_num_batched_tokens + 1):
-        if tokens <= longest:
-            yield BatchShape(tokens, 1, tokens, tokens, True)
-        if tokens < longest:
-            yield BatchShape(tokens, 1, tokens, tokens + 1, False)
-            yield BatchShape(tokens, 1, tokens, longest, False)
+            yield BatchShape(rows, rows, 1, max_kv, None)
+    for tokens in range(2, budget + 1):
+        for start in sorted({0, 1, budget, 2 * budget, longest - tokens}):
+            if 0 <= start <= longest - tokens:
+                yield BatchShape(tokens, 1, tokens, start + tokens, start)
         for rows in sorted({2, limits.max_num_seqs // 2, limits.max_num_seqs}):
             query = min(tokens - rows + 1, longest)
             if 2 <= rows <= limits.max_num_seqs and query > 1:
-                yield BatchShape(tokens, rows, query, query, False)
-                yield BatchShape(tokens, rows, query, longest, False)
+                yield BatchShape(tokens, rows, query, query, None)
+                yield BatchShape(tokens, rows, query, longest, None)

@@ -325,7 +325,9 @@ def to_batch(
     tokens, rows = num_tokens + padding[0], num_seqs + padding[1]
     if max_query == 1:
         tokens = max(tokens, rows)  # pieces of a graph are padded in tokens alone
-    fresh = num_seqs == 1 and max_query > 1 and host.positions[0] == 0
+    start = int(host.positions[0]) if num_seqs == 1 and max_query > 1 else None
+    if start and any(padding):
+        start = None  # the core pads a chunk behind a prefix to a shape of any step
     trash = limits.trash_slot
 
     def staged(values: NDArray[Any], width: int, fill: int) -> Tensor:
@@ -335,7 +337,7 @@ def to_batch(
 
     nothing = np.zeros(0, np.int32)
     return Batch(
-        shape=BatchShape(tokens, rows, max_query, int(host.seq_lens.max()), bool(fresh)),
+        shape=BatchShape(tokens, rows, max_query, int(host.seq_lens.max()), start),
         token_ids=staged(nothing, tokens, 0),
         positions=staged(host.positions, tokens, 0),
         token_slots=staged(host.token_slots, tokens, trash),

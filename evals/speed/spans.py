@@ -40,7 +40,7 @@ class TheseGraphs(FullGraphs):
     def shapes(self, limits: Limits) -> list[BatchShape]:
         super().shapes(limits)
         self._rows, self._fresh = tuple(sorted(self._batches)), tuple(sorted(self._prompts))
-        self._mixed = ()
+        self._mixed, self._starts = (), range(0)
         return [*map(self._decode, self._rows), *map(self._prompt, self._fresh)]
 
 

@@ -86,8 +86,9 @@ def prompt_padding(engine: Engine, num_tokens: int) -> float:
     num_padded = 0
     for start in range(0, num_tokens, budget):
         end = min(start + budget, num_tokens)
-        # As in the executor: a single token is decoding, and a later chunk is not fresh.
-        shape = graphs.select(end - start, 1, end - start, end, not start and end > 1)
+        # As in the executor: a single token is decoding, which starts nowhere.
+        begin = start if end - start > 1 else None
+        shape = graphs.select(end - start, 1, end - start, end, begin)
         num_padded += end - start if shape is None else shape.num_tokens
     return num_padded / num_tokens - 1
 

@@ -290,7 +290,7 @@ class _Stored:
         for site in self._sites:
             tokens, k, v = (torch.cat(parts) for parts in zip(*self._rows(site), strict=True))
             values |= self._pair("stored", site, (k, v), tokens)
-            if site.sink is not None and site.sink.fresh is not None and self._batch.shape.fresh:
+            if site.sink is not None and site.sink.fresh is not None and self._batch.shape.lone:
                 own = [scratch[: len(tokens)].clone() for scratch in site.sink.fresh]
                 values |= self._pair("fresh", site, own, torch.arange(len(tokens)).to(tokens))
         return values

@@ -34,7 +34,7 @@ class DecodeGraphs:
         return [self._shape(rows) for rows in self._ladder]
 
     def select(
-        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, start: int | None
     ) -> BatchShape | None:
         if max_query != 1:
             return None
@@ -42,4 +42,4 @@ class DecodeGraphs:
         return None if rows is None else self._shape(rows)
 
     def _shape(self, rows: int) -> BatchShape:
-        return BatchShape(rows, rows, 1, self._max_kv, False)
+        return BatchShape(rows, rows, 1, self._max_kv, None)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+# Of an octave, in sixteenths: neighbours are less than 15 % apart, and 1.5 times a power of two is
+# the only round size that pays for the fewer graphs.
+_OCTAVE = (16, 18, 20, 22, 25, 28)
+
 
 def rungs(limit: int, fine: int) -> tuple[int, ...]:
     """1, 2, 4, then multiples of `fine` that coarsen in proportion (at most a quarter of padding),
@@ -20,6 +24,17 @@ def rungs(limit: int, fine: int) -> tuple[int, ...]:
             step *= 2
         size += step
     return tuple(sorted({*sizes, limit}))
+
+
+def prompt_rungs(limit: int, fine: int) -> tuple[int, ...]:
+    """As `rungs`, for steps whose time goes with their tokens: from 4 * `fine` on six rungs an
+    octave, which pad by at most 15 %."""
+    sizes = [1, 2, 4, fine, 2 * fine, 3 * fine]
+    octave = 4 * fine
+    while octave < limit:
+        sizes += [octave * part // 16 for part in _OCTAVE]
+        octave *= 2
+    return tuple(sorted({*(size for size in sizes if size < limit), limit}))
 
 
 def at_least(ladder: tuple[int, ...], size: int) -> int | None:

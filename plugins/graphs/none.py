@@ -26,6 +26,6 @@ class NoGraphs:
         return []
 
     def select(
-        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, start: int | None
     ) -> BatchShape | None:
         return None

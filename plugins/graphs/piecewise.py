@@ -13,7 +13,7 @@ from pydantic import Field
 
 from core.batch import BatchShape
 from core.config import OfferConfig
-from plugins.graphs.ladder import at_least, rungs
+from plugins.graphs.ladder import at_least, prompt_rungs, rungs
 
 if TYPE_CHECKING:
     from core.batch import Limits
@@ -34,7 +34,7 @@ class PiecewiseGraphs:
             8, ge=1, description="spacing of the lower rungs up to max_num_seqs, in tokens"
         )
         fine_tokens: int = Field(32, ge=1, description="spacing of the lower rungs, in tokens")
-        max_tokens: int = Field(4096, ge=1, description="largest captured step, in tokens")
+        max_tokens: int = Field(8192, ge=1, description="largest captured step, in tokens")
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or self.Config()
@@ -53,20 +53,22 @@ class PiecewiseGraphs:
         short = rungs(min(top, limits.max_num_seqs), self.config.fine)
         self._ladder = tuple(sorted({*short, *rungs(top, self.config.fine_tokens)}))
         longest = min(top, limits.max_model_len)
-        self._fresh = tuple(n for n in rungs(longest, self.config.fine_tokens) if n > 1)
+        self._fresh = tuple(n for n in prompt_rungs(longest, self.config.fine_tokens) if n > 1)
         return [*map(self._prompt, self._fresh), *map(self._any, self._ladder)]
 
     def select(
-        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, fresh: bool
+        self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, start: int | None
     ) -> BatchShape | None:
-        ladder, shape = (self._fresh, self._prompt) if fresh else (self._ladder, self._any)
+        ladder, shape = self._ladder, self._any
+        if start == 0:
+            ladder, shape = self._fresh, self._prompt
         rung = at_least(ladder, num_tokens)
         return None if rung is None else shape(rung)
 
     def _prompt(self, tokens: int) -> BatchShape:
-        return BatchShape(tokens, 1, tokens, tokens, True)
+        return BatchShape(tokens, 1, tokens, tokens, 0)
 
     def _any(self, tokens: int) -> BatchShape:
         assert self._limits is not None
         rows = min(tokens, self._limits.max_num_seqs)
-        return BatchShape(tokens, rows, tokens, self._limits.max_model_len, False)
+        return BatchShape(tokens, rows, tokens, self._limits.max_model_len, None)

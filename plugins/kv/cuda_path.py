@@ -1,5 +1,12 @@
 """The device half on CUDA: kernels for what is stored, cuDNN for a prompt that sees only itself.
 
+A whole chunk behind a prefix (plugins.kv.cudnn.is_whole) takes cuDNN too, where it serves the model
+(bfloat16 or float16, head_dim a multiple of 8 up to 128; else, and at other lengths, the kernels):
+over the prefix, gathered into one piece, and over the chunk's own keys, apart. Each part is rounded
+to the dtype once before both are merged in float32 by their sums. On an H200, 16 heads of 128 over
+8, a chunk of 8,192 tokens behind 24,576 takes 3.1 ms so and 4.3 ms by the kernel; 1,024 behind
+3,072 take 150 us and 216 us.
+
 Safe in a captured graph: nothing here reads the device on the host, and only BatchShape decides the
 route.
 """
@@ -14,9 +21,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.errors import UserError
+from plugins.kv import cudnn
 from plugins.kv.kernels.decode import decode_attention
 from plugins.kv.kernels.limits import refusal
 from plugins.kv.kernels.prefill import prefill_attention
+from plugins.kv.kernels.prefix import gather_prefix, merge_parts
 from plugins.kv.kernels.slot_map import fill_slot_map
 from plugins.kv.kernels.tiles import fill_tiles, max_tiles, tiles_shape
 from plugins.kv.kernels.write import write_kv
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from core.batch import Batch, HostBatch, Limits
+    from core.batch import Batch, BatchShape, HostBatch, Limits
     from core.facts import ModelFacts
     from plugins.kv.storage import Storage
 
@@ -59,7 +68,7 @@ class CudaPath:
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> None:
         """Cut the prefill rows of the step into tiles, unless its route reads none."""
         shape = step.shape
-        if shape is None or not (shape.fresh or shape.decode_only):
+        if shape is None or not (shape.fresh or shape.decode_only or self._in_parts(shape)):
             fill_tiles(step, host["tiles"])
 
     def begin_step(self, batch: Batch) -> None:
@@ -69,9 +78,9 @@ class CudaPath:
         fill_slot_map(batch.positions, batch.token_slots, s.table, s.block_size, out)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store k and v, [T, K, D]; a fresh prompt leaves a contiguous copy too, for cuDNN."""
+        """Store k and v, [T, K, D]; a lone chunk leaves a contiguous copy too, for cuDNN."""
         s, num_tokens = self._storage, batch.shape.num_tokens
-        fresh = self._fresh_tokens(num_tokens) if batch.shape.fresh else None
+        fresh = self._fresh_tokens(num_tokens) if batch.shape.lone else None
         slot_map = s.slot_map[:num_tokens]
         write_kv(k, v, s.k[layer], s.v[layer], slot_map, s.block_size, fresh=fresh)
 
@@ -79,6 +88,8 @@ class CudaPath:
         """Attention of q [T, H, D], [T, H * D]."""
         if batch.shape.fresh:
             return self._attend_fresh(q)
+        if self._in_parts(batch.shape):
+            return self._attend_in_parts(layer, q, batch)
         # Rows of padding keep what the memory held: they lead to the trash block and to no logits.
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._decode(layer, q, batch, out)
@@ -99,6 +110,22 @@ class CudaPath:
                 enable_gqa=True,
             )
         return out[0].transpose(0, 1).flatten(1)
+
+    def _in_parts(self, shape: BatchShape) -> bool:
+        """Whether cuDNN attends to prefix and chunk apart."""
+        return self._storage.prefix is not None and cudnn.is_whole(shape)
+
+    def _attend_in_parts(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """No row is padding: a shape with a prefix is exact."""
+        s, start = self._storage, batch.shape.start
+        assert s.prefix is not None
+        k, v = (room[:start] for room in s.prefix)
+        gather_prefix(s.k[layer], s.v[layer], s.table, batch.slots, k, v, block_size=s.block_size)
+        before = cudnn.attention(q, k, v, is_causal=False, scale=self._scale)
+        own = self._fresh_tokens(len(q))
+        out, lse = cudnn.attention(q, *own, is_causal=True, scale=self._scale)
+        merge_parts(out, lse, *before)
+        return out.flatten(1)
 
     def _decode(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:
         s = self._storage

@@ -1,8 +1,9 @@
 """The device half of INT8 on CUDA: kernels over codes, cuDNN for a prompt that sees only itself.
 
 Queries read every key from its codes on each route, those of their own step too: `write_int8`
-leaves a fresh prompt's round trip in the scratch. Factors go to the queries of decode and chunks,
-and to the keys of the scratch; the shift is left to softmax. Safe in a captured graph, as its base.
+leaves a lone chunk's round trip in the scratch, where cuDNN reads a fresh one's; a chunk behind a
+prefix is left to the kernel. Factors go to the queries of decode and chunks, and to the keys of the
+scratch; the shift is left to softmax. Safe in a captured graph, as its base.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Int8CudaPath(CudaPath):
     _storage: Int8Storage
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store codes and scales of k and v, [T, K, D], and the round trip of a fresh prompt."""
+        """Store codes and scales of k and v, [T, K, D], and the round trip of a lone chunk."""
         s, num_tokens = self._storage, batch.shape.num_tokens
         write_int8(
             k,
@@ -38,7 +39,7 @@ class Int8CudaPath(CudaPath):
             self._scales(layer),
             s.slot_map[:num_tokens],
             s.block_size,
-            fresh=self._fresh_tokens(num_tokens) if batch.shape.fresh else None,
+            fresh=self._fresh_tokens(num_tokens) if batch.shape.lone else None,
         )
 
     def _decode(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:

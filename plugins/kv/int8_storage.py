@@ -137,6 +137,7 @@ def allocate(
         slot_map=torch.zeros(num_tokens, **index),
         table=torch.zeros(limits.max_num_seqs + 1, table_width, **index),
         fresh=fresh,
+        prefix=None,
         k_scale=scales[0],
         v_scale=scales[1],
         k_shift=torch.zeros(facts.num_layers, heads, dim, device=device),
@@ -153,7 +154,8 @@ def token_bytes(facts: ModelFacts) -> int:
 def overhead_bytes(facts: ModelFacts, limits: Limits, table_width: int) -> int:
     """Bytes beside the blocks: slot map, block tables, scratch, shift and factor of the keys."""
     num_channels = facts.num_layers * facts.num_kv_heads * facts.head_dim
-    return _overhead_bytes(facts, limits, table_width) + 2 * num_channels * _SCALE_BYTES
+    plain = _overhead_bytes(facts, limits, table_width, num_prefix=0)
+    return plain + 2 * num_channels * _SCALE_BYTES
 
 
 def device_path(facts: ModelFacts, storage: Int8Storage) -> Int8CudaPath | Int8Path:

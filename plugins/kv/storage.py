@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from core.seams import KVSink
+from plugins.kv.cudnn import prefix_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,8 @@ class Storage:
 
     `table` is int32 [S + 1, W]; without one the slot itself is the block. `slot_map` is int32
     [max_num_batched_tokens], block * B + offset of each token of a step. `fresh` is the scratch
-    pair of KVSink.
+    pair of KVSink. `prefix` is room for a prefix in one piece, a pair of [plugins.kv.cudnn
+    .prefix_tokens, K, D]; None where no step reads one so.
     """
 
     k: Tensor
@@ -39,6 +41,7 @@ class Storage:
     slot_map: Tensor
     table: Tensor | None
     fresh: tuple[Tensor, Tensor] | None
+    prefix: tuple[Tensor, Tensor] | None
 
     def blocks(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Block and offset of each position of each slot; both broadcast, int32."""
@@ -99,7 +102,7 @@ def allocate(
 ) -> Storage:
     """Zeroed storage for `num_blocks` blocks, the trash block counted; width 0 means no table.
 
-    The scratch for fresh prompts is for the kernels of a GPU; a CPU reads what is stored.
+    Scratch for lone prompts is for the kernels of a GPU; a CPU reads what is stored.
     """
     heads, dim, num_tokens = facts.num_kv_heads, facts.head_dim, limits.max_num_batched_tokens
     shape = (2, facts.num_layers, num_blocks, heads, block_size, dim)
@@ -108,10 +111,14 @@ def allocate(
     if table_width:
         rows = limits.max_num_seqs + 1
         table = torch.zeros(rows, table_width, dtype=torch.int32, device=device)
-    fresh = None
+    fresh = prefix = None
     if device.type == "cuda":
         scratch = torch.zeros(2, num_tokens, heads, dim, dtype=facts.dtype, device=device)
         fresh = scratch[0], scratch[1]
+        num_prefix = prefix_tokens(facts, limits)
+        if num_prefix and torch.cuda.get_device_capability(device) >= (8, 0):  # cuDNN's own limit
+            scratch = torch.zeros(2, num_prefix, heads, dim, dtype=facts.dtype, device=device)
+            prefix = scratch[0], scratch[1]
     return Storage(
         k=data[0],
         v=data[1],
@@ -119,17 +126,23 @@ def allocate(
         slot_map=torch.zeros(num_tokens, dtype=torch.int32, device=device),
         table=table,
         fresh=fresh,
+        prefix=prefix,
     )
 
 
-def overhead_bytes(facts: ModelFacts, limits: Limits, table_width: int) -> int:
-    """Bytes beside the blocks: slot map, block tables, scratch.
+def overhead_bytes(
+    facts: ModelFacts, limits: Limits, table_width: int, num_prefix: int | None = None
+) -> int:
+    """Bytes beside the blocks: slot map, block tables, scratch; `num_prefix` tokens of it are for a
+    prefix (None: as many as `allocate` gives it).
 
     The scratch is counted on every device, so that a budget buys the same room on a CPU as on a
     GPU.
     """
     num_tokens = limits.max_num_batched_tokens
-    scratch = num_tokens * facts.kv_bytes_per_token // facts.num_layers
+    if num_prefix is None:
+        num_prefix = prefix_tokens(facts, limits)
+    scratch = (num_tokens + num_prefix) * facts.kv_bytes_per_token // facts.num_layers
     tables = (limits.max_num_seqs + 1) * table_width
     return scratch + (num_tokens + tables) * _INDEX_BYTES
 

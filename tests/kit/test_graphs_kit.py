@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pytest
 
+from core import Engine, SamplingParams
 from core.batch import BatchShape
 from core.testing.graphs import GraphSuite
 from core.testing.graphs_gpu import GraphGpuSuite
 from core.testing.reruns import RerunPool
 from plugins.graphs.decode import DecodeGraphs
 from plugins.graphs.full import FullGraphs
+from plugins.graphs.none import NoGraphs
 from plugins.graphs.piecewise import PiecewiseGraphs
 
 
@@ -59,26 +61,26 @@ class CapturesNothing(FullGraphs):
     def shapes(self, limits):
         return []
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         return None
 
 
 class SelectsWhatIsNotCaptured(FullGraphs):
     """A decode step as it is, without padding."""
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         if max_query == 1:
             return self._decode(num_seqs)
-        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, start)
 
 
 class RoundsDown(FullGraphs):
     """To the largest rung that is not above the step."""
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         if max_query == 1:
             return self._decode(max(n for n in self._rows if n <= num_seqs))
-        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, start)
 
 
 class ForgetsTheRows(FullGraphs):
@@ -92,12 +94,30 @@ class ForgetsTheRows(FullGraphs):
 class TakesAChunkForFresh(FullGraphs):
     """A lone prompt is a lone prompt, wherever it goes on from."""
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         lone = num_seqs == 1 and max_query > 1
-        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh or lone)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, 0 if lone else start)
 
     def _prompt(self, tokens):
-        return BatchShape(tokens, 1, tokens, self._longest, True)
+        return BatchShape(tokens, 1, tokens, self._longest, 0)
+
+
+class TakesAChunkForALaterOne(FullGraphs):
+    """A whole chunk is a whole chunk: the prefix that is read may well be longer than its own."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
+        if start and num_tokens == self._whole:
+            start = next((at for at in self._starts if at >= start), start)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, start)
+
+
+class PadsAChunk(FullGraphs):
+    """The last chunk of a prompt, which is shorter than those before it, as if it were whole."""
+
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
+        if max_query > 1 and start in self._starts:
+            return self._chunk(start)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, start)
 
 
 class RemembersTheLast(FullGraphs):
@@ -105,10 +125,10 @@ class RemembersTheLast(FullGraphs):
 
     _last = None
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         if max_query == 1 and self._last and self._last.num_seqs >= num_seqs:
             return self._last
-        shape = super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        shape = super().select(num_tokens, num_seqs, max_query, max_kv, start)
         if shape and shape.decode_only:
             self._last = shape
         return shape
@@ -128,9 +148,9 @@ class SharesItsLadder(FullGraphs):
         self.ladders[0] = self._rows
         return found
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
         self._rows = self.ladders[0]
-        return super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+        return super().select(num_tokens, num_seqs, max_query, max_kv, start)
 
 
 class HasALadderOfRowsToo(PiecewiseGraphs):
@@ -139,7 +159,7 @@ class HasALadderOfRowsToo(PiecewiseGraphs):
     def shapes(self, limits):
         found, longest = super().shapes(limits), limits.max_model_len
         rows = [n for n in self._ladder if 1 < n <= limits.max_num_seqs]
-        return found + [BatchShape(n, n, 1, longest, False) for n in rows]
+        return found + [BatchShape(n, n, 1, longest, None) for n in rows]
 
 
 class CutsOutWhatIsNoNode(PiecewiseGraphs):
@@ -163,6 +183,7 @@ def _all(strategy):
     return [
         *(strategy._decode(n) for n in strategy._rows),
         *(strategy._prompt(n) for n in strategy._fresh),
+        *(strategy._chunk(start) for start in strategy._starts),
         *(strategy._mix(n) for n in strategy._mixed),
     ]
 
@@ -176,7 +197,9 @@ BUGS = {
     SelectsWhatIsNotCaptured: {"select_names_captured_shapes"},
     RoundsDown: {"the_selected_shape_holds_the_step"},
     ForgetsTheRows: {"the_selected_shape_holds_the_step"},
-    TakesAChunkForFresh: {"only_a_fresh_step_gets_a_fresh_shape"},
+    TakesAChunkForFresh: {"a_shape_with_a_start_is_for_steps_that_start_there"},
+    TakesAChunkForALaterOne: {"a_shape_with_a_start_is_for_steps_that_start_there"},
+    PadsAChunk: {"a_shape_behind_a_prefix_is_not_padded_to"},
     RemembersTheLast: {"select_depends_on_the_step_alone"},
     SharesItsLadder: {"there_is_no_state_beyond_shapes"},
     HasALadderOfRowsToo: {"pieces_are_captured_once"},
@@ -236,8 +259,8 @@ class WithoutCuda(DecodeGraphs):
 class NeverSelectsTheLargest(WithoutCuda):
     """Each capture costs memory and time, this one for nothing."""
 
-    def select(self, num_tokens, num_seqs, max_query, max_kv, fresh):
-        shape = super().select(num_tokens, num_seqs, max_query, max_kv, fresh)
+    def select(self, num_tokens, num_seqs, max_query, max_kv, start):
+        shape = super().select(num_tokens, num_seqs, max_query, max_kv, start)
         return None if shape and shape.num_seqs == self._ladder[-1] else shape
 
 
@@ -271,3 +294,31 @@ def test_the_replay_clause_sees_a_shape_that_nothing_is_padded_to(monkeypatch):
     monkeypatch.setattr("core.executor.GraphPool", Pool)
     with pytest.raises(AssertionError, match="captured and never replayed"):
         replayed(NeverSelectsTheLargest)
+
+
+def in_chunks(offer):
+    """A prompt of a chunk, a whole one behind it and a shorter one: output, eager steps."""
+    strategy = type("OffCuda", (offer,), {"captures": False})()
+    limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    with Engine(model="random:tiny", device="cpu", graphs=strategy, fusion="none", **limits) as e:
+        e._executor.capture(lambda *_: None)
+        ids = [5 + i % 90 for i in range(75)]
+        (output,) = e.generate([ids], SamplingParams(max_tokens=4, ignore_eos=True))
+        return output, e.counters.num_eager_steps
+
+
+def test_a_prompt_in_chunks_is_replayed_whole_chunk_by_whole_chunk(monkeypatch):
+    monkeypatch.setattr("core.executor.GraphPool", Pool)
+    wanted, num_eager = in_chunks(NoGraphs)
+    assert num_eager == 6
+    found, num_eager = in_chunks(FullGraphs)
+    assert found.error is None and num_eager == 0
+    assert found.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("offer", [PadsAChunk, TakesAChunkForFresh])
+def test_the_core_refuses_a_shape_that_is_of_another_prefix(monkeypatch, offer):
+    monkeypatch.setattr("core.executor.GraphPool", Pool)
+    output, _ = in_chunks(offer)
+    assert "graphs selected BatchShape(num_tokens=32, num_seqs=1" in output.error
+    assert "which it does not hold" in output.error

@@ -228,6 +228,6 @@ def test_the_ladder_is_fine_where_steps_are_of_decodes():
     assert tokens == sorted({*rungs(64, 8), *rungs(1024, 32)})
     assert strategy.cut() == ("attention",)
     for rows in range(1, 65):
-        decode = strategy.select(rows, rows, 1, 2048, False)
+        decode = strategy.select(rows, rows, 1, 2048, None)
         assert decode.num_tokens < rows + 8
-        assert decode == strategy.select(rows, 1, rows, 2048, False)  # a chunk of as many tokens
+        assert decode == strategy.select(rows, 1, rows, 2048, None)  # a chunk of as many tokens

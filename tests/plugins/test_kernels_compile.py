@@ -276,6 +276,18 @@ def test_write_and_slot_map(launches, tmp_path, has_fresh):
     assert "st.global.v4" in kernels["_write_kernel"].ptx
 
 
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_prefix(launches, tmp_path, shape):
+    from plugins.kv.kernels.prefix import gather_prefix, merge_parts
+
+    q, cache, _, table, slots, given = attention(shape, 1024)
+    keys, sums = empty(3072, *cache.shape[1::2]), empty(shape[0], 1024, dtype=torch.float32)
+    gather_prefix(cache, cache, table, slots, keys, keys, block_size=given["block_size"])
+    merge_parts(q, sums, q, sums)
+    for kernel in compile_all(launches, tmp_path).values():
+        assert "ld.global.v4" in kernel.ptx and "st.global.v4" in kernel.ptx
+
+
 @pytest.mark.parametrize("width", [896, 1024, 2560, 4096, 8192])
 def test_norms(launches, tmp_path, width):
     from plugins.fusion.kernels.add_norm import add_norm, embed_norm

@@ -401,7 +401,7 @@ def tiny(place, *, qk_norm, num_layers=2):
     sites = [Site(i, facts, model, w, cos, sin, kv, sink) for i, w in enumerate(layers)]
     head = Site(-1, facts, model, None, cos, sin, kv, None)
     batch = SimpleNamespace(
-        shape=SimpleNamespace(fresh=True),
+        shape=SimpleNamespace(lone=True),
         token_ids=ints(place, [4, -1, 29, 0, 8, 8]),
         token_slots=ints(place, [0, 1, 2, 2, 2, 3]),
         last_token=ints(place, [1, 17, 3, 2]),

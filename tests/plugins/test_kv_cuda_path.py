@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed here")
 
-from core.batch import Limits  # noqa: E402
+from core.batch import BatchShape, Limits  # noqa: E402
 from core.testing import parity  # noqa: E402
-from core.testing.dense import run_dense_step  # noqa: E402
+from core.testing.dense import run_dense_step, worst_error  # noqa: E402
 from core.testing.interpreter import HERE, INTERPRETING, run_in_the_interpreter  # noqa: E402
 from core.testing.kv import KVManagerSuite  # noqa: E402
 from core.testing.oracle import PageOracle  # noqa: E402
 from core.testing.rig import Rig  # noqa: E402
+from plugins.kv import cudnn  # noqa: E402
 from plugins.kv.contiguous import Contiguous  # noqa: E402
 from plugins.kv.paged import Paged  # noqa: E402
 from plugins.kv.paged_int8 import PagedInt8  # noqa: E402
@@ -97,6 +98,58 @@ class TestTheRoute:
         rig = Rig(kv, num_tokens=35, limits=Limits(16, 3, 16))
         counts = PageOracle(rig, seed=14, num_requests=4, max_total=16).run()
         assert counts.num_finished == 4 and counts.num_mixed_steps and counts.num_cached_tokens
+
+    @pytest.mark.parametrize("offer", list(TOLERANCE), ids=lambda offer: offer.__name__)
+    def test_whole_chunks_behind_a_prefix(self, offer, monkeypatch):
+        """Plain torch stands for cuDNN, and 8 tokens are whole. INT8 stays on its kernel."""
+        seen = []
+
+        def attention(q_THD, k_SKD, v_SKD, *, is_causal, scale):
+            seen.append((len(q_THD), len(k_SKD), is_causal))
+            k, v = (x.repeat_interleave(q_THD.shape[1] // x.shape[1], 1) for x in (k_SKD, v_SKD))
+            scores = torch.einsum("thd,shd->hts", q_THD, k) * scale
+            if is_causal:
+                scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+            return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+        monkeypatch.setattr(cudnn, "CHUNK", 8)
+        monkeypatch.setattr(cudnn, "attention", attention)
+        config = offer.Config() if offer is Contiguous else offer.Config(block_size=5)
+        kv = _route(offer)(config)
+        rig = Rig(kv, num_tokens=300, limits=Limits(64, 3, 16))
+        if offer is not Used:
+            scratch = torch.full((2, 32, rig.facts.num_kv_heads, rig.facts.head_dim), torch.nan)
+            kv.storage.prefix = scratch[0], scratch[1]
+        first, seq = rig.sequence([3] * 7), rig.sequence(list(range(45)))
+        for one in (first, seq):
+            rig.admit(one)
+        run_dense_step(rig, [], [(first, 7)])
+        for n in (8, 16, 8, 5, 8):  # at 0, 8, 24, 32 and 37
+            lo = seq.num_computed
+            out = run_dense_step(rig, [], [(seq, n)])
+            assert worst_error(rig, seq, lo, out) <= TOLERANCE[offer]
+        parts = [(16, 8, False), (16, 16, True)] * 2 + [(8, 24, False), (8, 8, True)] * 2
+        assert seen == ([] if offer is Used else parts)
+
+    def test_steps_without_a_tile_plan_none(self):
+        kv = _route(Paged)(Paged.Config())
+        rig = Rig(kv, num_tokens=6000, limits=Limits(4096, 2, 1024))
+        seq = rig.sequence([5] * 3000)
+        rig.admit(seq)
+        seq.num_computed = 1024
+        host = rig.begin([], [(seq, 1024)]).batch.host
+        scratch = torch.zeros(2, 1, 2, 32)
+        planned = {}
+        for prefix in (None, (scratch[0], scratch[1])):
+            kv.storage.prefix = prefix
+            for start in (0, 1000, 1024, None):
+                tiles = np.full(kv.path.metadata(rig.limits)["tiles"][0], 77, np.int32)
+                shape = BatchShape(1024, 1, 1024, 2048, start)
+                kv.path.plan(host._replace(shape=shape), {"tiles": tiles})
+                planned[prefix is not None, start] = bool((tiles != 77).any())
+        assert [key for key, is_planned in planned.items() if not is_planned] == [
+            (False, 0), (True, 0), (True, 1024)
+        ]  # fmt: skip
 
     @pytest.mark.parametrize("block_size", [5, 16])
     def test_int8_stores_and_reads_what_plain_torch_does(self, block_size):

@@ -204,7 +204,7 @@ def shapes(graphs, **config):
     found = offer(offer.Config(**config)).shapes(LIMITS)
     decode = [shape.num_seqs for shape in found if shape.decode_only]
     prompts = [shape.num_tokens for shape in found if shape.fresh]
-    return decode, prompts, [s.num_tokens for s in found if not (s.decode_only or s.fresh)]
+    return decode, prompts, [s.num_tokens for s in found if not (s.decode_only or s.lone)]
 
 
 def case_fine(graphs, tmp_path):
@@ -224,10 +224,12 @@ def case_fine(graphs, tmp_path):
 def case_fine_tokens(graphs, tmp_path):
     usual, coarse = shapes(graphs), shapes(graphs, fine_tokens=64)
     assert usual[0] == coarse[0]
-    every = [32, 64, 96, 128, 160, 192, 224, 256, 300], [64, 128, 192, 256, 300]
-    assert [n for n in usual[1] if n > 4] == every[0]
-    assert [n for n in coarse[1] if n > 4] == every[1]
-    mixed = every if graphs == "piecewise" else ([128, 256, 300], [256, 300])
+    fine = [32, 64, 96, 128, 144, 160, 176, 200, 224, 256, 288, 300]
+    assert [n for n in usual[1] if n > 4] == fine
+    assert [n for n in coarse[1] if n > 4] == [64, 128, 192, 256, 288, 300]
+    mixed = [128, 256, 300], [256, 300]
+    if graphs == "piecewise":
+        mixed = [32, 64, 96, 128, 160, 192, 224, 256, 300], [64, 128, 192, 256, 300]
     assert tuple([n for n in found[2] if n > 20] for found in (usual, coarse)) == mixed
 
 

@@ -67,7 +67,7 @@ def qk_rope_write(sites: Sites, batch: Batch, qkv: Tensor) -> tuple[Tensor]:
     facts, w, sink = site.facts, site.weights, cast("KVSink", site.sink)
     gains = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
     given = (qkv, gains, site.cos, site.sin, batch.positions)
-    fresh = sink.fresh if batch.shape.fresh else None
+    fresh = sink.fresh if batch.shape.lone else None
     rest: dict[str, Any] = {"num_heads": facts.num_heads, "eps": facts.rms_norm_eps}
     if sink.kind == "int8_blocks":
         return (_qk_rope_write_int8(*given, cast("Int8Sink", sink), fresh, **rest),)
