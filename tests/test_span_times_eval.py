@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.chain import _interface
+from core.chain import interface
 from core.facts import facts_from_config
 from core.loading import RANDOM_SHAPES
 from core.model import EMBED, FINAL_NORM, LAYER, LM_HEAD
@@ -50,7 +50,7 @@ def made_span(text, spoil=0.0, offered=True):
     nodes = tuple(text.split())
 
     def run(sites, batch, *values):
-        reads, _ = _interface([NODES[name] for name in nodes], [])
+        reads, _ = interface([NODES[name] for name in nodes], [])
         live = dict(zip(reads, values, strict=True))
         for name, site in zip(nodes, sites, strict=True):
             node = NODES[name]

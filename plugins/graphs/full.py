@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from core.batch import Limits
 
 _FEWEST_MIXED_TOKENS = 64
+_MOST_CHUNKS = 16  # behind the first: a small budget cuts a long context into hundreds
 
 
 class FullGraphs:
     """Three ladders: rows of decode steps, tokens of lone fresh prompts, tokens of mixed steps.
 
-    Beside them, for lone prompts that are longer than a step: every whole chunk behind the first.
+    Beside them, for lone prompts that are longer than a step: the whole chunks behind the
+    first.
     """
 
     api = 1
@@ -62,6 +64,7 @@ class FullGraphs:
         whole = limits.max_num_batched_tokens
         captures = 1 < whole <= self.config.max_tokens
         self._starts = range(whole, limits.max_model_len - whole, whole) if captures else range(0)
+        self._starts = self._starts[:_MOST_CHUNKS]
         # A mixed step carries max_num_seqs rows whatever it holds, so short rungs would save
         # nothing.
         mixed = rungs(top, 4 * self.config.fine_tokens) if self.config.mixed else ()

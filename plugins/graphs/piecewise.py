@@ -59,9 +59,7 @@ class PiecewiseGraphs:
     def select(
         self, num_tokens: int, num_seqs: int, max_query: int, max_kv: int, start: int | None
     ) -> BatchShape | None:
-        ladder, shape = self._ladder, self._any
-        if start == 0:
-            ladder, shape = self._fresh, self._prompt
+        ladder, shape = (self._fresh, self._prompt) if start == 0 else (self._ladder, self._any)
         rung = at_least(ladder, num_tokens)
         return None if rung is None else shape(rung)
 

@@ -124,6 +124,7 @@ def attention(place: Place) -> None:
     for shape, splits in zip(SHAPES, NUM_SPLITS, strict=True):
         decode(place, shape, splits)
         prefill(place, shape)
+        prefix(place, shape)
 
 
 def cached(place: Place, shape: tuple[int, int, int, int | None], lengths: list[int]) -> Any:
@@ -175,6 +176,21 @@ def prefill(place: Place, shape: tuple[int, int, int, int | None]) -> None:
     q = randn(place, num_tokens + 3, shape[0], shape[2] + 16)[..., : shape[2]]
     rest = (ints(place, starts), context.lengths, ints(place, tiles))
     launch(prefill_attention, prefill_int8, q, *rest)
+
+
+def prefix(place: Place, shape: tuple[int, int, int, int | None]) -> None:
+    """129 positions of the second row, and two parts of the attention of 5 tokens."""
+    from plugins.kv.kernels.prefix import gather_prefix, merge_parts
+
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    context = rows(place, [1, 129], block_size)
+    size = (context.num_blocks, num_kv_heads, context.block_size, head_dim)
+    k, v = (randn(place, 129, num_kv_heads, head_dim) for _ in "kv")
+    given = (randn(place, *size), randn(place, *size), context.table, context.slots[1:])
+    gather_prefix(*given, k, v, block_size=context.block_size)
+    out = randn(place, 5, num_heads + 1, head_dim)[:, 1:]
+    part = randn(place, 5, num_heads, head_dim)
+    merge_parts(out, floats(place, num_heads, 5), part, floats(place, num_heads, 5))
 
 
 # ----------------------------------------------------------------------------------------- writing
