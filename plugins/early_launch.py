@@ -16,6 +16,7 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -58,10 +59,13 @@ def after_previous(PDL: tl.constexpr):
 
 def early(device: torch.device) -> dict[str, Any]:
     """The options of such a launch; on a device that has no such thing, those of a plain one."""
+    return {"PDL": True, "launch_pdl": True} if _can_start_early(device) else {"PDL": False}
+
+
+@cache
+def _can_start_early(device: torch.device) -> bool:
     import torch
 
-    if device.type == "cpu":  # the interpreter
-        return {"PDL": False}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cpu"  # there the interpreter runs kernels one by one
