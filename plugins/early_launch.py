@@ -9,8 +9,10 @@ A kernel that takes part waits before it touches anything that another kernel of
 on every path to its end, and is launched with `**early(device)`. Its programs say at once that the
 next kernel may start: that one waits for the end of this one, and this one for the end of the one
 before it, so whoever has waited sees all that came before. A kernel that takes no part is ordered
-as always. What `begin_step` writes (lengths, tables, the slot map) may be read before the wait:
-neither its kernels nor the embedding take part, so a kernel that does starts after they have ended.
+as always. On an H200 a decode step of Qwen3-0.6B takes 0.79 ms instead of 0.94 at batch 1, 1.24
+instead of 1.46 at 8, 3.07 instead of 3.23 at 64 (medians of four rounds, interleaved). What
+`begin_step` writes (lengths, tables, the slot map) may be read before the wait: neither its kernels
+nor the embedding take part, so a kernel that does starts after they have ended.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from evals.speed.figures import SPANS, readme_tables, record
+from plugins.fusion.triton import MAX_FEW_ROWS
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -37,6 +40,18 @@ def run(argv, cwd):
     return subprocess.run(
         argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def test_the_tables_of_speed_are_those_of_the_records():
+    missing = [table for table in readme_tables() if table not in README]
+    assert not missing, f"the README lacks:\n{missing[0]}"
+
+
+def test_a_span_is_used_only_where_it_is_faster_than_its_nodes():
+    slower = [row for row in record(SPANS)["rows"] if row.get("verdict", "faster") != "faster"]
+    assert not slower, f"{slower[0]['span']} at {slower[0]['tokens']} tokens"
+    few = {r["tokens"] for r in record(SPANS)["rows"] if r["span"] == "linear" and "ratio" in r}
+    assert max(few) == MAX_FEW_ROWS < max(r["tokens"] for r in record(SPANS)["rows"])
 
 
 def test_the_readme_shows_commands_and_code():

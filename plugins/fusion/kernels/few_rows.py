@@ -7,7 +7,8 @@ Results are rounded where the plain nodes round.
 
 Two kernels: for one row, whose products run on CUDA cores; for 2 to 16, the height of a tensor-core
 tile. In the second the warps of a program share K between them, or it would be one long chain of
-dependent instructions.
+dependent instructions. With 32 and 64 rows it loses to cuBLAS (Qwen3-0.6B's qkv_proj on an H200: at
+best 6.5 and 9.0 µs against 5.5).
 """
 
 from __future__ import annotations
