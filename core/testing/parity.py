@@ -74,9 +74,8 @@ RELATIVE_TIE = 1e-6
 
 @dataclass(frozen=True)
 class Error:
-    """Of logits, all rows together: in root mean square, at worst, and of margins: the most that any
-    id gains on the one that float32 finds likeliest. No id that is further behind can overtake it.
-    """
+    """Of logits, all rows together: in root mean square, at worst, and of margins: the most that
+    any id gains on the one that float32 finds likeliest. No id further behind can overtake it."""
 
     rms: float
     worst: float
