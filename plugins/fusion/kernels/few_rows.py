@@ -25,7 +25,7 @@ from plugins.early_launch import early, let_next_start, wait_for_previous
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ROWS = 16
+_TILE_M = 16  # rows of a tensor-core tile
 _ELEMENTS = 32 * 1024  # of weights that a program of four warps can keep in registers
 _CHUNK = 1024  # of K at a time
 
@@ -240,7 +240,7 @@ def few_rows(
     out = x_MK.new_empty(num_rows, n)
     _few_rows_kernel[(triton.cdiv(n, launch.num_outputs),)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out, num_rows, x_MK.stride(0),
-        N=n, K=k, TILE_M=MAX_ROWS, TILE_N=launch.num_outputs, CHUNK=launch.chunk, PARTS=4,
+        N=n, K=k, TILE_M=_TILE_M, TILE_N=launch.num_outputs, CHUNK=launch.chunk, PARTS=4,
         NUM_AHEAD=launch.num_ahead, BIAS=bias_N is not None, ACT=act,
         num_warps=4, num_stages=2, **early(x_MK.device),
     )  # fmt: skip
