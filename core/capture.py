@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence as Seq
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from core.batch import Batch, BatchShape
     from core.model import Operation
-
-_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
@@ -106,7 +104,7 @@ class GraphPool:
         self._warm_up(run)
         step, sampled = self._record(run)
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             step()
             return sampled
 
@@ -116,14 +114,13 @@ class GraphPool:
         """One eager pass: it compiles kernels and builds plans, which capture must not do."""
         # torch's one capture stream, shared by all engines: cuBLAS keeps 32 MiB of workspace for
         # every stream that it has seen, which graphs point to and nobody can give back.
-        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-        assert stream is not None
+        stream: Any = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(stream):
             run()
         stream.synchronize()
 
-    def _record(self, run: Callable[[], _T]) -> tuple[Callable[..., None], _T]:
+    def _record(self, run: Callable[[], Any]) -> tuple[Callable[..., None], Any]:
         """Capture `run`: its replay, which heeds no argument, and what `run` gave, for replays
         write there."""
         graph = torch.cuda.CUDAGraph()

@@ -51,6 +51,16 @@ def decoder_chain(head_site: Site, layer_sites: Seq[Site]) -> list[Placed]:
     return [*chain, Placed(FINAL_NORM, head_site), Placed(LM_HEAD, head_site)]
 
 
+def check_spans(spans: Iterable[Span]) -> None:
+    """Raises UserError for a span whose nodes are no run of a decoder of any number of layers."""
+    for span in spans:
+        layers = LAYER * (len(span.nodes) // len(LAYER) + 2)
+        names = [node.name for node in (EMBED, *layers, FINAL_NORM, LM_HEAD)]
+        runs = [tuple(names[i : i + len(span.nodes)]) for i in range(len(names))]
+        if not span.nodes or span.nodes not in (*runs, ("sample",)):
+            raise UserError(f"span {span.name!r} is over {span.nodes!r}: give nodes in their order")
+
+
 def cover(
     chain: Seq[Placed], spans: Iterable[Span], fuel: int | None = None, strict: bool = False
 ) -> list[Operation]:

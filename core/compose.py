@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.batch import Limits
-from core.chain import Decoder
+from core.chain import Decoder, check_spans
 from core.config import RunConfig
 from core.errors import RunError, UserError, reason
 from core.executor import Executor
@@ -89,7 +89,7 @@ def _assemble(
     limits = _first_limits(config, facts)
     rope = rope_tables(facts, limits.max_model_len, device)
     decoder = Decoder(facts, model.weights, rope, device)
-    spans = offers.fusion.spans(facts, device)
+    check_spans(spans := offers.fusion.spans(facts, device))
     for offer in (offers.fusion, kv):
         if (look_at := offered(offer, "weights")) is not None:
             look_at(model.weights)

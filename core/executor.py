@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,9 @@ class Executor:
         self._chain = [Placed(BEGIN_STEP, head.site), *chain]
         self._sample_chain, self._sink = [Placed(SAMPLE, head.site)], first.site.sink
         self._eager = self._left_out()
-        self._operations: dict[tuple[str, ...], list[Operation]] = {}
+        self._operations: dict[tuple[int, ...], list[Operation]] = {}
+        for tokens in (1, limits.max_num_batched_tokens):  # spans that overlap are refused here
+            self._cover(self._chain, tokens)
         self._kv_arrays = dict(kv.metadata(limits))
         arrays = {**core_sections(limits), **self._kv_arrays}
         self._staging = Staging(arrays, device, num_in_flight + 1)
@@ -150,9 +153,10 @@ class Executor:
         return sampled
 
     def _cover(self, chain: list[Placed], num_tokens: int) -> list[Operation]:
-        spans = [s for s in self._spans if s.when(num_tokens, self.facts, self._sink)]
-        key = (str(len(chain)), *(s.name + "/" + s.nodes[0] for s in spans))
+        usable = [span.when(num_tokens, self.facts, self._sink) for span in self._spans]
+        key = len(chain), *usable
         if key not in self._operations:
+            spans = compress(self._spans, usable)
             self._operations[key] = cover(chain, spans, self._fuel, self._strict)
         return self._operations[key]
 

@@ -234,9 +234,9 @@ class Span:
     `when(num_tokens, facts, sink)` tells whether it applies to a token bucket. `run(sites, batch,
     *values)` gets one Site a node (they differ where the span crosses the edge of a layer) and the
     values that it reads, in the order of `core.model.VALUES`; it returns those it leaves live, in
-    the same order, as a tuple. It may write a value that it reads in place. Of two spans that want
-    the same node the higher `priority` wins, then the longer; two of one priority that were asked
-    for by name are refused.
+    the same order, as a tuple. It may write a value that it reads in place, if it returns that
+    value or nothing reads it afterwards. Of two spans that want the same node the higher `priority`
+    wins, then the longer; two of one priority that were asked for by name are refused.
     """
 
     name: str

@@ -7,9 +7,18 @@ import argparse
 
 def count(text: str) -> int:
     """A whole number of 1 or more."""
+    return _from(1, text)
+
+
+def seed(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _from(0, text)
+
+
+def _from(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of {least} or more")
     return value
 
 

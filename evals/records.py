@@ -12,16 +12,25 @@ from core.errors import UserError
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuse a file whose folder is not there before hours are spent on what it is to hold."""
-    if path is not None and not path.absolute().parent.is_dir():
+    """Refuse a file that cannot be written before hours are spent on what it is to hold."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise UserError(f"{path} cannot be written, its folder is not there: make it first")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        what = "it is a folder" if path.is_dir() else f"{folder} may not be written to"
+        raise UserError(f"{path} cannot be written, {what}: name another file")
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """What stood there before stays until the new file is whole."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror}; name another") from error
 
 
 def machine() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from core import hookimpl
+from core.errors import UserError
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -70,9 +71,15 @@ def outweigh_check_combination(plan: Plan) -> list[str]:
 @hookimpl
 def outweigh_engine_built(engine: Engine) -> None:
     """What `fusion.verify` counts is among the engine's own counters, so that reports have it."""
-    verification = getattr(engine.plan.fusion.config, "verification", None)
+    fusion = engine.plan.fusion
+    verification = getattr(fusion.config, "verification", None)
     if verification is not None:
         vars(engine.counters)["verified_spans"] = verification.counts
+    elif getattr(fusion.config, "verify", False):
+        raise UserError(
+            f"fusion '{fusion.name}' takes fusion.verify and watches no span: end its `spans` with "
+            "`return self.config.chosen(...)`"
+        )
 
 
 @hookimpl

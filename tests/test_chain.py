@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.chain import cover, decoder_chain, execute
+from core.chain import check_spans, cover, decoder_chain, execute
 from core.errors import UserError
 from core.seams import Span
 
@@ -65,6 +65,21 @@ def test_priority_then_length_then_name_decide():
     assert "long" not in names(cover(chain(), [urgent, long]))
     twins = [span("b", "act_mul"), span("a", "act_mul")]
     assert names(cover(chain(), twins)).count("a") == 3
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [(), ("mlp_norm", "qkv_proj"), ("begin_step", "embed"), ("no_node",), "mlp_norm", ["mlp_norm"]],
+)
+def test_a_span_over_no_run_of_nodes_is_refused(nodes):
+    with pytest.raises(UserError, match="span 'it' is over .*: give nodes in their order"):
+        check_spans([Span("it", nodes, tuple, always)])
+
+
+def test_any_run_of_nodes_is_a_span():
+    """Over the edges of layers too, however many, and the sampler's."""
+    layer = [placed.node.name for placed in chain(1)][1:-2]
+    check_spans([span("it", *layer[-1:], *layer * 3, *layer[:2]), span("it", "sample")])
 
 
 def test_two_spans_asked_for_by_name_that_overlap_are_an_error_naming_both():

@@ -117,6 +117,33 @@ def test_a_batch_that_the_cache_does_not_hold_is_refused():
             decode_ms(one, 5, 64, 4, rng)
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["--steps 0", "--repeats 0", "--prefill -1", "--bandwidth 0", "--flops -1", "--seed -1"],
+)
+def test_numbers_that_measure_nothing_are_refused_at_once(given, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(given.split())
+    assert caught.value.code == 2 and f"argument {given.split()[0]}" in capsys.readouterr().err
+
+
+def test_a_context_too_short_for_its_steps_is_refused_and_the_rest_goes_on(tmp_path, capsys):
+    argv = "--model random:tiny --device cpu --max-model-len 64 --prefill 8 --batch 1 --steps 4"
+    argv += f" --context 5 32 500 --repeats 1 --json {tmp_path}/x.json"
+    assert main(argv.split()) == 0
+    said = capsys.readouterr().out
+    assert "decode 1 sequences at 5: 4 steps cannot be timed with 5 tokens in the middle" in said
+    decode = json.loads((tmp_path / "x.json").read_text())["decode"]
+    assert "p50_ms" in decode["32"]["1"] and "refused" in decode["500"]["1"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    argv = f"--model random:tiny --device cpu --json {tmp_path}"
+    assert main(argv.split()) == 2
+    assert f"{tmp_path} cannot be written, it is a folder" in capsys.readouterr().err
+    assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()
+
+
 def test_a_run_measures_what_fits_and_says_what_does_not(tmp_path, capsys):
     argv = "--model random:tiny --device cpu --max-model-len 64 --prefill 16 64 --batch 2 --steps 4"
     argv += f" --context 32 --repeats 2 --kv paged_int8 --json {tmp_path}/x.json"

@@ -159,10 +159,16 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def on_cpu(device: str | None) -> bool:
+    """Whether `device`, as it was given or left open, means the CPU."""
+    import torch
+
+    return device == "cpu" or not torch.cuda.is_available()
+
+
 def where(device: str | None) -> dict[str, Any]:
     """What the figures were measured on: machine, device, versions."""
     import torch
 
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
-    name = "cpu" if on_cpu else torch.cuda.get_device_name(device or "cuda")
+    name = "cpu" if on_cpu(device) else torch.cuda.get_device_name(device or "cuda")
     return {"machine": records.machine(), "device_name": name, "versions": versions()}

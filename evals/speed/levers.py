@@ -29,7 +29,7 @@ from core.metrics import KVUse
 from core.registry import Registry
 from core.show import print_rows
 from evals import records
-from evals.arguments import count, positive
+from evals.arguments import count, positive, seed
 from evals.speed.arms import Figures, build, cells, compared, side_by_side, where
 from evals.speed.spans import these_graphs
 from evals.speed.steps import step_medians
@@ -316,10 +316,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=count, nargs=2, default=[16, 200], metavar=("LO", "HI"))
     add("--output-tokens", type=count, nargs=2, default=[8, 64], metavar=("LO", "HI"))
     add("--seats", type=count, default=256, help="sequences that may run at once")
-    add("--step-tokens", type=count, default=2048, help="of one step; graphs go up to 4096")
+    add("--step-tokens", type=count, default=2048, help="of one step; graphs go up to 8192")
     add("--share", type=positive, default=0.25, help="of the room that full seats would like")
-    add("--seed", type=int, default=0, help="of the requests")
-    return parser.parse_args(argv)
+    add("--seed", type=seed, default=0, help="of the requests")
+    args = parser.parse_args(argv)
+    for name in ("prompt_tokens", "output_tokens"):
+        lo, hi = getattr(args, name)
+        if lo > hi:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} is {lo} to {hi}: give the lower first")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

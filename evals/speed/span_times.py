@@ -32,7 +32,7 @@ from core.registry import Registry
 from core.seams import offered
 from core.show import print_rows, progress_bar
 from evals import records
-from evals.arguments import count, positive
+from evals.arguments import count, positive, seed
 from evals.speed.arms import compared, in_turn, where
 from evals.speed.places import Bench
 
@@ -235,7 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--replays", type=count, default=5, help="runs of a list, in a sample")
     add("--tolerance", type=positive, help="of values, times (1 + the plain one)")
     add("--bandwidth", type=positive, default=4.24, help="TB/s, measured on the device")
-    add("--seed", type=int, default=0, help="of random weights")
+    add("--seed", type=seed, default=0, help="of random weights")
     add("--json", type=Path)
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -255,6 +255,9 @@ def main(argv: list[str] | None = None) -> int:
             rows += found
             if args.json:  # after each size: whoever is short of time keeps what there is
                 records.write(args.json, {"command": command, **where(args.device), "rows": rows})
+        if not any(row["status"] == "timed" for row in rows):
+            reasons = dict.fromkeys(row["status"] for row in rows)
+            raise UserError(f"no span was timed: {'; '.join(reasons) or 'the set has none'}")
     except (UserError, RunError) as error:
         print(f"outweigh: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

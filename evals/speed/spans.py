@@ -20,7 +20,8 @@ from core.errors import RunError, UserError
 from core.registry import Registry
 from core.show import print_rows
 from evals import records
-from evals.speed.arms import Figures, build, compared, side_by_side, where
+from evals.arguments import count
+from evals.speed.arms import Figures, build, compared, on_cpu, side_by_side, where
 from evals.speed.steps import step_medians
 from plugins.graphs.full import FullGraphs
 
@@ -57,7 +58,7 @@ def arms(fusions: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def these_graphs(args: argparse.Namespace) -> TheseGraphs | str:
     """Graphs of the measured steps; none on a CPU."""
-    return "none" if args.device == "cpu" else TheseGraphs(args.prefill, args.batch)
+    return "none" if on_cpu(args.device) else TheseGraphs(args.prefill, args.batch)
 
 
 def measure(args: argparse.Namespace) -> Figures:
@@ -91,12 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--model", default="random:qwen3-0.6b")
     add("--fusion", nargs="+", default=["triton"], help="sets whose spans are measured")
     add("--device")
-    add("--prefill", type=int, nargs="+", default=[128, 1024, 4096], help="tokens of lone prompts")
-    add("--batch", type=int, nargs="+", default=[1, 64, 256], help="sequences of decode steps")
-    add("--context", type=int, default=160, help="tokens, at the middle of the timed steps")
-    add("--steps", type=int, default=32, help="decode steps timed, each round")
-    add("--repeats", type=int, default=8, help="prefills timed, each round")
-    add("--rounds", type=int, default=3)
+    add(
+        "--prefill", type=count, nargs="+", default=[128, 1024, 4096], help="tokens of lone prompts"
+    )
+    add("--batch", type=count, nargs="+", default=[1, 64, 256], help="sequences of decode steps")
+    add("--context", type=count, default=160, help="tokens, at the middle of the timed steps")
+    add("--steps", type=count, default=32, help="decode steps timed, each round")
+    add("--repeats", type=count, default=8, help="prefills timed, each round")
+    add("--rounds", type=count, default=3)
     add("--kv-cache-bytes", default="6GiB", help="of each engine; it must hold --batch")
     add("--json", type=Path)
     args = parser.parse_args(argv)

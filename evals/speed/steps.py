@@ -25,6 +25,7 @@ import numpy as np
 from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
+from evals.arguments import count, positive, seed
 
 if TYPE_CHECKING:
     from core.engine import Engine, RequestOutput
@@ -132,7 +133,12 @@ def decode_ms(
     # The first to decode are ahead by as many tokens as steps are spent on the prompts of the rest;
     # were they to end while steps are timed, the batch would not be full.
     ahead = batch * prompt_len // engine.limits.max_num_batched_tokens + 2
-    prompt_len = max(1, prompt_len - ahead // 2 - warm_up)
+    prompt_len -= ahead // 2 + warm_up
+    if prompt_len < 1:
+        raise UserError(
+            f"{steps} steps cannot be timed with {context} tokens in the middle, {warm_up} others "
+            f"come before them: raise --context by {1 - prompt_len} or more, or lower --steps"
+        )
     params = SamplingParams(max_tokens=steps + warm_up + ahead + 4, ignore_eos=True)
     num_preemptions = engine.counters.num_preemptions
     for _ in range(batch):
@@ -197,8 +203,8 @@ def summary(times: list[float], floor: float) -> dict[str, float]:
 
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Every prefill length and batch size that was asked for; of a prompt that the engine refuses,
-    its sentence."""
+    """Every prefill length and batch size that was asked for; of what the engine refuses, its
+    sentence."""
     rng = np.random.default_rng(args.seed)
     facts, rates = engine.facts, (args.bandwidth * 1e12, args.flops * 1e12)
     token_bytes = kv_token_bytes(engine)
@@ -214,7 +220,11 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     for context in args.context:
         of_context = rows["decode"][context] = {}
         for batch in args.batch:
-            times = decode_ms(engine, batch, context, args.steps, rng)
+            try:
+                times = decode_ms(engine, batch, context, args.steps, rng)
+            except UserError as error:
+                of_context[batch] = {"refused": str(error)}
+                continue
             floor = decode_floor_ms(facts, batch, context, rates[0], token_bytes)
             of_context[batch] = summary(times, floor)
     return rows
@@ -231,30 +241,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype")
     parser.add_argument(
         "--prefill",
-        type=int,
+        type=count,
         nargs="*",
         default=[128, 150, 512, 1024, 1100, 2048, 4096, 4400, 16384],
         help="tokens of lone prompts",
     )
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--batch", type=count, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument(
         "--context",
-        type=int,
+        type=count,
         nargs="+",
         default=[1088],
         help="tokens, at the middle of the timed decode steps",
     )
-    parser.add_argument("--steps", type=int, default=64, help="decode steps timed")
-    parser.add_argument("--repeats", type=int, default=20, help="prefills timed")
-    parser.add_argument("--max-model-len", type=int, default=16640)
-    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--steps", type=count, default=64, help="decode steps timed")
+    parser.add_argument("--repeats", type=count, default=20, help="prefills timed")
+    parser.add_argument("--max-model-len", type=count, default=16640)
+    parser.add_argument("--max-num-batched-tokens", type=count)
     parser.add_argument(
-        "--bandwidth", type=float, default=4.24, help="TB/s, measured on the device"
+        "--bandwidth", type=positive, default=4.24, help="TB/s, measured on the device"
     )
     parser.add_argument(
-        "--flops", type=float, default=765.0, help="TFLOP/s, measured on the device"
+        "--flops", type=positive, default=765.0, help="TFLOP/s, measured on the device"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Batch
-    from core.model import Site
+    from core.model import Operation, Site
     from core.seams import KVManager, Span
 
     Values = dict[str, Tensor]
@@ -50,10 +50,12 @@ _NODES = {node.name: node for node in (EMBED, *LAYER, FINAL_NORM, LM_HEAD, SAMPL
 
 
 class _Interface(NamedTuple):
-    """What a span reads, and what is live after it, in the order of `core.model.VALUES`."""
+    """What a span reads, and what it leaves live, in the order of `core.model.VALUES`; of what it
+    reads, that which is read after it too."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    keeps: tuple[str, ...]
 
 
 class _Error(NamedTuple):
@@ -80,7 +82,7 @@ class Verification:
         """`spans`, each of which compares itself when it runs.
 
         For all spans of a set at once, since places are counted: the advice of an error is how much
-        fuel is right. One whose nodes are no run of the chain is never run, and left as it is.
+        fuel is right. One whose nodes are no run of the chain is refused by the core.
         """
         watched = []
         for span in spans:
@@ -110,11 +112,13 @@ class Verification:
         scores = _scores(given["logits"], batch) if "sampled" in interface.writes else None
         if batch.host is None:  # the dry pass that sizes the cache: over nothing, about memory
             return span.run(sites, batch, *values)
+        kept = {name: given[name].clone() for name in interface.keeps}
         counts = self._count(span, sites)
         counts["num_deviating"] += 1  # until it is known to be right
         with explained(f"{place} raised", place.advice(), RunError):
             found = span.run(sites, batch, *values)
         place.check_interface(found, interface, plain)
+        place.check_kept(given, kept)
         for name, value in zip(interface.writes, found, strict=True):
             if name == "sampled":
                 place.check_ids(value, cast("Tensor", scores))
@@ -135,8 +139,7 @@ class Verification:
         if seen is not batch or here in self._passed:
             self._batch, self._passed = weakref.ref(batch), []
         self._passed.append(here)
-        # Sampling is a chain of its own, with fuel of its own.
-        return 0 if span.nodes[0] == SAMPLE.name else len(self._passed) - 1
+        return len(self._passed) - 1
 
     def _count(self, span: Span, sites: Seq[Site]) -> dict[str, int]:
         empty = {"num_places": 0, "num_right": 0, "num_deviating": 0}
@@ -166,6 +169,8 @@ class _Place:
         return f"fusion.verify: span '{self.span.name}' ({nodes}){of}, in a step of {tokens},"
 
     def advice(self) -> str:
+        if self.span.nodes[0] == SAMPLE.name:  # a chain of its own, with fuel of its own
+            return "a fusion.only that does not name it leaves it out"
         return f"--set fusion.fuel={self.num_right} leaves it out, and all behind it"
 
     def plain(self, given: Mapping[str, Tensor]) -> Values:
@@ -203,12 +208,18 @@ class _Place:
             many = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
             self._deviates(f"returns {many} and not ({', '.join(names)})")
         for name, value in zip(names, found, strict=True):
-            got, wanted = (f"{x.dtype} {list(x.shape)}" for x in (value, plain[name]))
+            got, wanted = map(_kind, (value, plain[name]))
             if got != wanted:
                 self._deviates(f"returns {name} as {got} and not as {wanted}")
             buffer = self.batch.logits
             if name == "logits" and buffer is not None and value.data_ptr() != buffer.data_ptr():
                 self._deviates("leaves its logits outside batch.logits, where the sampler reads")
+
+    def check_kept(self, given: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+        """Values that the span read, and that nodes behind it read, are as they were."""
+        for name, value in kept.items():
+            if not given[name].contiguous().view(torch.uint8).equal(value.view(torch.uint8)):
+                self._deviates(f"writes over {name}, which is read after it")
 
     def check(self, name: str, found: Tensor, plain: Tensor, oracle: Tensor) -> None:
         """Raise where the error of `found` is more than that of `plain` allows."""
@@ -330,15 +341,31 @@ class _Stored:
             site.kv.write(site.layer, k, v, self._batch)
 
 
+def _kind(value: Any) -> str:
+    """What a value is, in a word or three."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)} on {value.device}"
+
+
 def _interface(span: Span) -> _Interface | None:
     """Found by covering a chain without weights with the span alone; None where it has no place."""
     nowhere = cast("Site", None)
     layers = [nowhere] * (len(span.nodes) // len(LAYER) + 2)
     for chain in (decoder_chain(nowhere, layers), [Placed(SAMPLE, nowhere)]):
-        for operation in cover(chain, [span]):
-            if isinstance(operation.sites, tuple):
-                return _Interface(operation.reads, operation.writes)
+        operations = cover(chain, [span])
+        for i, (_, sites, _, reads, writes, _) in enumerate(operations):
+            if isinstance(sites, tuple):
+                rest = operations[i + 1 :]
+                kept = tuple(n for n in reads if n not in writes and _is_read(n, rest))
+                return _Interface(reads, writes, kept)
     return None
+
+
+def _is_read(name: str, operations: Seq[Operation]) -> bool:
+    """Whether a value is read by `operations` before it is written."""
+    first = next((op for op in operations if name in (*op.reads, *op.writes)), None)
+    return first is not None and name in first.reads
 
 
 def _error(value: Tensor, oracle: Tensor) -> _Error:

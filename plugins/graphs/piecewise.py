@@ -43,7 +43,7 @@ class PiecewiseGraphs:
         self._limits: Limits | None = None
 
     def cut(self) -> tuple[str, ...]:
-        """With the two that always stay out, `begin_step` and `lm_head`."""
+        """It stays out whatever is said here, as `begin_step` and `lm_head` do."""
         return ("attention",)
 
     def shapes(self, limits: Limits) -> list[BatchShape]:

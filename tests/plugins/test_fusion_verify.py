@@ -450,6 +450,11 @@ def elsewhere(sites, batch, live, hidden):
     return (live["logits"].clone(),)
 
 
+def tramples(sites, batch, live, residual):
+    residual.mul_(3)
+    return (live["hidden"],)
+
+
 def raises(sites, batch, live, *values):
     raise IndexError("there is no such row")
 
@@ -474,6 +479,10 @@ WRONG = {
         "sample", lambda s, b, live, x: (live["sampled"] + 320,), "samples id"),
     "attention to other keys": ("attention", lambda s, b, live, q: (live["ctx"].flip(0),),
                                 "leaves ctx with"),
+    "no tensor": ("act_mul", lambda s, b, live, x: (None,), "returns act as NoneType"),
+    "nothing but a shape": ("act_mul", lambda s, b, live, x: (live["act"].to("meta"),),
+                            "returns act as .* on meta"),
+    "over what others read": ("mlp_norm", tramples, "writes over residual, which is read after it"),
     "an exception": ("o_proj", raises, "raised: IndexError: there is no such row"),
 }  # fmt: skip
 
@@ -484,7 +493,11 @@ def test_a_mistake_is_named(wrong):
     nodes, how, message = WRONG[wrong]
     error = deviation(nodes, how)
     assert error is not None and re.search(message, error), error
-    assert f"span 'it' ({nodes})" in error and error.endswith("leaves it out, and all behind it")
+    assert f"span 'it' ({nodes})" in error
+    advice = r"fusion\.fuel=\d+ leaves it out, and all behind it"
+    if nodes == "sample":
+        advice = "a fusion.only that does not name it leaves it out"
+    assert re.search(f"{advice}$", error)
 
 
 RIGHT = {
