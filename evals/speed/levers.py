@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from core.engine import Engine
     from core.facts import ModelFacts
 
-STRATEGIES = ("none", "decode", "piecewise", "full")
 RATE = "output tok/s"
 Requests = list[tuple[list[int], int]]  # prompt ids, output tokens
 Builder = Callable[[], "Engine"]
@@ -67,10 +66,9 @@ def lever(
 
 
 def graphs(args: argparse.Namespace) -> Lever:
-    """Every strategy of the registry, and those that are expected there, beside eager steps."""
+    """Every strategy of the registry beside eager steps."""
     costs: dict[str, dict[str, float]] = {}
-    names = dict.fromkeys((*STRATEGIES, *Registry().offers["graphs"]))
-    arms = {name: partial(_captured, args, name, costs) for name in names}
+    arms = {n: partial(_captured, args, n, costs) for n in Registry().offers["graphs"]}
     return lever("none", arms, partial(step_medians, args), costs)
 
 
