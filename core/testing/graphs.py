@@ -115,6 +115,21 @@ class GraphSuite:
                 if not shape.fresh:
                     assert shape.max_kv <= limits.max_model_len, f"{shape} for {limits}"
 
+    def test_shapes_are_whole_numbers(self) -> None:
+        """And `shapes` gives them at once, in a sequence: the core looks at them more than once."""
+        for limits, strategy, _ in self.captured():
+            shapes = strategy.shapes(limits)
+            assert isinstance(shapes, Seq), f"shapes is a {type(shapes).__name__}, no sequence"
+            for shape in shapes:
+                assert all(type(n) is int for n in shape[:4]), f"{shape}"
+
+    def test_a_chunk_ends_where_its_tokens_do(self) -> None:
+        """The longest context of a shape with a start is its start and its tokens."""
+        for _, _, shapes in self.captured():
+            for shape in shapes:
+                if shape.start is not None:
+                    assert shape.max_kv == shape.start + shape.num_tokens, f"{shape}"
+
     def test_no_shape_is_there_twice(self) -> None:
         for limits, _, shapes in self.captured():
             twice = [shape for shape, count in Counter(shapes).items() if count > 1]
@@ -139,6 +154,15 @@ class GraphSuite:
         known = {"begin_step", "embed", *(n.name for n in (*LAYER, FINAL_NORM, LM_HEAD))}
         unknown = set(self.cut()) - known
         assert not unknown, f"{sorted(unknown)} are no nodes"
+
+    def test_the_cut_is_always_the_same(self) -> None:
+        """Pieces are captured by one answer and replayed by it."""
+        first = list(self.cut())
+        strategy = self.make()
+        cut: Any = offered(strategy, "cut")
+        for limits in self.limits:
+            strategy.shapes(limits)
+            assert list(cut()) == first, f"{list(cut())} for {limits}, and {first} before"
 
     def test_pieces_are_captured_once(self) -> None:
         """They depend on tokens and start alone: shapes that differ in the rest only would be
