@@ -76,7 +76,7 @@ def cover(
     starts: dict[int, Span] = {}
     for span in sorted(spans, key=lambda s: (-s.priority, -len(s.nodes), s.name)):
         width = len(span.nodes)
-        for i in range(len(chain) - width + 1):
+        for i in range(len(chain) - width + 1 if width else 0):
             if tuple(names[i : i + width]) != span.nodes:
                 continue
             taken = next((claimed[j] for j in range(i, i + width) if j in claimed), None)

@@ -76,6 +76,11 @@ def test_a_span_over_no_run_of_nodes_is_refused(nodes):
         check_spans([Span("it", nodes, tuple, always)])
 
 
+def test_a_span_over_nothing_claims_nothing():
+    """It would else stand at every place, and the chain would have no end."""
+    assert names(cover(chain(1), [Span("it", (), tuple, always)])) == names(cover(chain(1), []))
+
+
 def test_any_run_of_nodes_is_a_span():
     """Over the edges of layers too, however many, and the sampler's."""
     layer = [placed.node.name for placed in chain(1)][1:-2]

@@ -18,8 +18,8 @@ from core import Engine, SamplingParams
 from core.errors import UserError
 from core.testing.tiny import reference_logits, save_tiny, save_tokenizer
 from core.tokenizer import ByteTokenizer
-from evals import records
-from evals.tiny import evaluate, intervals
+from evals import intervals, records
+from evals.tiny import evaluate
 from evals.tiny.answers import (
     Item,
     by_cell,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evals.tiny.intervals import CONFIDENCE, Interval, wilson
+from evals.intervals import Interval, quantiles, wilson
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,11 +40,6 @@ def drawn(sums: Any, seed: int) -> NDArray[np.float64]:
     counts = np.random.default_rng(seed).multinomial(num, np.full(num, 1 / num), _DRAWS)
     found: NDArray[np.float64] = counts @ values
     return found
-
-
-def quantiles(values: NDArray[np.float64]) -> Interval:
-    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
-    return low, high
 
 
 def mean_interval(parts: Seq[NDArray[Any]], seed: int) -> Interval:

@@ -17,8 +17,8 @@ from core.errors import UserError
 from evals.quality.statistics import drift
 
 if TYPE_CHECKING:
+    from evals.intervals import Interval
     from evals.quality.lockstep import Compared
-    from evals.tiny.intervals import Interval
 
 Said = Literal["pass", "fail", "not shown"]
 EXIT_CODES: Mapping[Said, int] = {"pass": 0, "fail": 1, "not shown": 3}

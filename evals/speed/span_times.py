@@ -31,6 +31,7 @@ from core.plan import DEFAULTS
 from core.registry import Registry
 from core.seams import offered
 from core.show import print_rows, progress_bar
+from core.testing import parity
 from evals import records
 from evals.arguments import count, positive, seed
 from evals.speed.arms import compared, in_turn, where
@@ -240,8 +241,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or DEFAULTS["dtype"][args.device == "cuda"]
-    # A value in 16 bits may round to the neighbour of the plain one's.
-    args.tolerance = args.tolerance or (1e-4 if args.dtype == "float32" else 1.6e-2)
+    args.tolerance = args.tolerance or parity.SPAN[getattr(torch, args.dtype)]
     return args
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.errors import RunError, UserError
 from core.sampling import SamplingParams
-from evals.tiny.intervals import bootstrap, wilson
+from evals.intervals import bootstrap, wilson
 from evals.tiny.skills import Item, Pieces, passkey, recall
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evals.intervals import clustered_mean, paired_lower_bound
 from evals.tiny.answers import exact, share
-from evals.tiny.intervals import clustered_mean, paired_lower_bound
 
 if TYPE_CHECKING:
     from torch import Tensor

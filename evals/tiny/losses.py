@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.errors import UserError
+from evals.intervals import clustered_mean, clustered_ratio
 from evals.tiny.documents import Document, spans
-from evals.tiny.intervals import clustered_mean, clustered_ratio
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

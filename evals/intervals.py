@@ -81,7 +81,7 @@ def clustered_ratio(
         for g in rng.integers(0, len(groups), len(groups)).tolist():
             total += groups[g][rng.integers(0, len(groups[g]), len(groups[g]))].sum(0)
         ratios[i] = total[0] / total[1]
-    return _quantiles(ratios)
+    return quantiles(ratios)
 
 
 def clustered_mean(values: Seq[float], clusters: Seq[Hashable], seed: int = 0) -> Interval:
@@ -94,9 +94,10 @@ def bootstrap(
 ) -> Interval:
     """Of `statistic(samples, axis=1)` of independent values, as np.median."""
     drawn = np.random.default_rng(seed).choice(np.asarray(values), (_REPLICATES, len(values)))
-    return _quantiles(statistic(drawn, axis=1))
+    return quantiles(statistic(drawn, axis=1))
 
 
-def _quantiles(estimates: NDArray[Any]) -> Interval:
+def quantiles(estimates: NDArray[Any]) -> Interval:
+    """What holds the middle `CONFIDENCE` of `estimates`."""
     low, high = np.quantile(estimates, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return low, high
