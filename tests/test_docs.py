@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.speed.figures import SPANS, readme_tables, record
+from evals.speed.figures import SPANS, readme_tables, record, speed_tables
 from plugins.fusion.triton import MAX_FEW_ROWS
 
 ROOT = Path(__file__).parents[1]
@@ -42,9 +42,15 @@ def run(argv, cwd):
     )
 
 
-def test_the_tables_of_speed_are_those_of_the_records():
-    missing = [table for table in readme_tables() if table not in README]
-    assert not missing, f"the README lacks:\n{missing[0]}"
+@pytest.mark.parametrize(
+    ("document", "tables"),
+    [("README.md", readme_tables), ("evals/speed/README.md", speed_tables)],
+    ids=["README", "evals/speed"],
+)
+def test_the_tables_of_speed_are_those_of_the_records(document, tables):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    missing = [table for table in tables() if table not in text]
+    assert not missing, f"{document} lacks:\n{missing[0]}"
 
 
 def test_a_span_is_used_only_where_it_is_faster_than_its_nodes():

@@ -1,21 +1,28 @@
-"""The README's tables of speed, from the records that lie beside this module.
+"""The tables of speed in the documents, from the records that lie beside this module.
 
     python -m evals.speed.figures
 
-prints them; a test holds the README to them.
+prints them; a test holds the documents to them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).with_name("records")
 STEPS = "steps-qwen3-0.6b-h200.json"
-SPANS = "span-times-triton-qwen3-0.6b-h200.json"
+LONG_STEPS = "steps-4096-qwen3-0.6b-h200.json"
+INT8_STEPS = "steps-paged_int8-qwen3-0.6b-h200.json"
+OTHER_STEPS = {
+    "Qwen2.5-0.5B": "steps-qwen2.5-0.5b-h200.json",
+    "Qwen3-4B": "steps-qwen3-4b-h200.json",
+}
+SPANS = "span-times-qwen3-0.6b-h200.json"
+LEVERS = "lever-{}-qwen3-0.6b-h200.json"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -30,33 +37,57 @@ def table(head: Seq[str], rows: Iterable[Seq[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def steps_table(found: dict[str, Any]) -> str:
-    """Every step of a record of evals.speed.steps."""
-    named = [(f"prefill {int(n):,}", row) for n, row in found["prefill"].items()]
+def _named(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Its steps by name."""
+    named = {f"prefill {int(n):,}": row for n, row in found["prefill"].items()}
     for context, of_context in found["decode"].items():
-        named += [(f"decode {batch} × {int(context):,}", row) for batch, row in of_context.items()]
+        named |= {f"decode {b} × {int(context):,}": row for b, row in of_context.items()}
+    return named
+
+
+def steps_table(*found: dict[str, Any]) -> str:
+    """Every step of records of evals.speed.steps; the first that has one, of steps in several."""
+    named = {step: row for one in reversed(found) for step, row in _named(one).items()}
+    order = [*_named(found[0]), *named]
     rows = [
         (
             step,
-            *(f"{row[key]:.2f}" for key in ("p50_ms", "min_ms", "p90_ms", "floor_ms")),
-            f"{row['share_of_floor']:.0%}",
-            f"{row['padding']:.0%}" if "padding" in row else "",
+            *(f"{named[step][key]:.2f}" for key in ("p50_ms", "min_ms", "p90_ms", "floor_ms")),
+            f"{named[step]['share_of_floor']:.0%}",
+            f"{named[step]['padding']:.0%}" if "padding" in named[step] else "",
         )
-        for step, row in named
+        for step in dict.fromkeys(order)
     ]
     head = ("step", "p50 ms", "min ms", "p90 ms", "floor ms", "of the floor", "padding")
     return table(head, rows)
 
 
+def columns_table(by_name: Mapping[str, Seq[dict[str, Any]]], what: str) -> str:
+    """p50 in ms and the share of its floor of every step of `what`, a column a name; the first of
+    its records that has the step."""
+    named = {
+        name: {step: row for one in reversed(found) for step, row in _named(one).items()}
+        for name, found in by_name.items()
+    }
+
+    def cell(row: dict[str, Any] | None) -> str:
+        return f"{row['p50_ms']:.2f} ({row['share_of_floor']:.0%})" if row else ""
+
+    rows = [(step, *(cell(of.get(step)) for of in named.values())) for step in named[what]]
+    return table(("step", *named), rows)
+
+
 def spans_table(found: dict[str, Any], names: Seq[str], tokens: Seq[int]) -> str:
-    """Of a record of evals.speed.span_times: µs of a span, and of the plain nodes in its place."""
+    """Of a record of evals.speed.span_times: µs of a span, and of the plain nodes in its place;
+    all spans of the record where there are no `names`."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for row in found["rows"]:
-        if row["span"] in names and row["status"] == "timed":
+        if (row["span"] in names or not names) and row["status"] == "timed":
             us = row["p50_us"]
-            cells = rows.setdefault((row["span"], row["nodes"]), {})
+            name = row["span"] if names else f"{row['fusion']}:{row['span']}"
+            cells = rows.setdefault((name, row["nodes"]), {})
             cells[row["tokens"]] = f"{us['span']:.1f} / {us['plain']:.1f}"
-    head = ("span", "nodes", *(f"{n} tokens" if n > 1 else "1 token" for n in tokens))
+    head = ("span", "nodes", *(f"{n:,} tokens" if n > 1 else "1 token" for n in tokens))
     return table(
         head,
         [
@@ -66,11 +97,60 @@ def spans_table(found: dict[str, Any], names: Seq[str], tokens: Seq[int]) -> str
     )
 
 
+def lever_table(name: str, unit: str) -> str:
+    """Of a record of evals.speed.levers: medians, the factor over the base, the verdict."""
+    rows = record(LEVERS.format(name))["levers"][name]["rows"]
+    return table(
+        ("figure", "arm", unit, "× base", "A/A within", "verdict"),
+        [
+            (
+                row["figure"],
+                row["arm"],
+                f"{row['median']:,.5g}",
+                f"{row['ratio']:.3f}",
+                f"{row['control']:.3f}",
+                row["verdict"],
+            )
+            for row in rows
+        ],
+    )
+
+
+def figures_of_lever(name: str, keys: Mapping[str, str]) -> str:
+    """What else a lever changed: a row an arm, a column a figure of `keys` (figure -> format)."""
+    pulled = record(LEVERS.format(name))["levers"][name]
+    found = pulled["figures"] or pulled["costs"]
+    rows = [
+        (arm, *(format(of[key], how) for key, how in keys.items())) for arm, of in found.items()
+    ]
+    return table(("arm", *keys), rows)
+
+
 def readme_tables() -> list[str]:
-    """All of them, in the order of the README."""
-    linear = ("norm_linear", "linear_add", "linear", "linear_act")
-    return [steps_table(record(STEPS)), spans_table(record(SPANS), linear, (1, 8, 16))]
+    """Those of the README, in its order."""
+    paged = [record(STEPS), record(LONG_STEPS)]
+    return [
+        steps_table(*paged),
+        columns_table({"paged": paged, "paged_int8": [record(INT8_STEPS)]}, "paged_int8"),
+    ]
+
+
+def speed_tables() -> list[str]:
+    """Those of the README beside this module, in its order."""
+    few = ("norm_linear", "linear_add", "linear", "linear_act")
+    others = {name: [record(file)] for name, file in OTHER_STEPS.items()}
+    occupancy = {"preemptions": ".0f", "recomputed tokens": ".0f", "steps": ".0f"}
+    return [
+        spans_table(record(SPANS), few, (1, 2, 8, 16)),
+        spans_table(record(SPANS), (), (1, 16, 64, 256, 1024, 4096, 16384)),
+        lever_table("graphs", "ms"),
+        figures_of_lever("graphs", {"capture_s": ".2f", "num_shapes": "d", "graph_bytes": ",d"}),
+        lever_table("kv_write", "ms"),
+        lever_table("block_size", "tok/s"),
+        figures_of_lever("block_size", occupancy | {"room filled": ".2f", "fragmentation": ".2f"}),
+        columns_table(others, "Qwen3-4B"),
+    ]
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n\n".join(readme_tables()) + "\n")
+    sys.stdout.write("\n\n".join(readme_tables() + speed_tables()) + "\n")
