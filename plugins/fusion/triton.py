@@ -1,20 +1,23 @@
 """`triton`: the memory-bound spans of the decoder, and the sampler, as one Triton kernel each.
 
 A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
-4. In small decode steps the products are a matter of latency too, and have kernels of their own:
-for one row with the norm in front and the addition behind, for up to 16 rows alone.
+4. In small decode steps the products of small weights are a matter of latency too, and have kernels
+of their own: for one row with the norm in front and the addition behind, for up to 16 rows alone,
+for up to 64 with the addition and the norm behind where K is shared out.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.errors import UserError
 from core.seams import Span
 from plugins.fusion.options import SpanOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from core.facts import ModelFacts
@@ -30,9 +33,11 @@ NAMES = (
     "linear_add",
     "linear",
     "linear_act",
+    "linear_add_norm",
     "sample",
 )
-MAX_FEW_ROWS = 16
+MAX_FEW_ROWS, MAX_TILE_ROWS = 16, 64
+MAX_WEIGHT_BYTES = 16 << 20  # of a weight that is a matter of latency; larger ones are cuBLAS's
 
 
 def _always(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
@@ -44,8 +49,36 @@ def _one_row(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
     return num_tokens == 1 and facts.dtype.itemsize == 2
 
 
-def _few_rows(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
-    return num_tokens <= MAX_FEW_ROWS and facts.dtype.itemsize == 2
+def _rows(least: int, most: int, weight: str) -> Callable[..., bool]:
+    """Steps of least to most tokens, where the weight is small and in half precision."""
+
+    def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+        size = facts.dtype.itemsize
+        is_small = _num_elements(facts, weight) * size <= MAX_WEIGHT_BYTES
+        return least <= num_tokens <= most and size == 2 and is_small
+
+    return is_wanted
+
+
+def _few_rows(weight: str) -> Callable[..., bool]:
+    return _rows(1, MAX_FEW_ROWS, weight)
+
+
+def _tile_rows(weight: str) -> Callable[..., bool]:
+    return _rows(MAX_FEW_ROWS + 1, MAX_TILE_ROWS, weight)
+
+
+def _num_elements(facts: ModelFacts, weight: str) -> int:
+    hidden, q, kv = facts.hidden_size, facts.num_heads, facts.num_kv_heads
+    return (
+        hidden
+        * {
+            "qkv": (q + 2 * kv) * facts.head_dim,
+            "o": q * facts.head_dim,
+            "gate_up": 2 * facts.intermediate_size,
+            "down": facts.intermediate_size,
+        }[weight]
+    )
 
 
 def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
@@ -53,6 +86,35 @@ def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> b
     is_power = facts.head_dim & (facts.head_dim - 1) == 0
     is_known = sink is not None and sink.kind in ("blocks", "int8_blocks")
     return is_known and is_power and facts.head_dim >= 16
+
+
+def _tile_spans() -> tuple[Span, ...]:
+    from plugins.fusion.kernels import runs
+
+    down_add = (("attn_norm", runs.down_add_attn_norm), ("final_norm", runs.down_add_final_norm))
+    with_norm: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
+        (("o_proj", "attn_add", "mlp_norm"), runs.o_add_mlp_norm, "o"),
+        *((("down", "mlp_add", norm), run, "down") for norm, run in down_add),
+    )
+    return (
+        Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tile_rows("qkv")),
+        Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act_tile, _tile_rows("gate_up")),
+        *(Span("linear_add_norm", nodes, run, _tile_rows(of), 1) for nodes, run, of in with_norm),
+    )
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a program can have the shared memory that a tile of 64 rows takes."""
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True  # in the interpreter there is room, and where there is no device nothing is run
+    from triton.runtime import driver
+
+    from plugins.fusion.kernels.one_tile import SHARED_BYTES
+
+    utils: Any = driver.active.utils
+    return bool(utils.get_device_properties(device.index or 0)["max_shared_mem"] >= SHARED_BYTES)
 
 
 class TritonFusion:
@@ -100,10 +162,11 @@ class TritonFusion:
             ),
             Span("linear_add", ("o_proj", "attn_add"), runs.o_add, _one_row, 1),
             Span("linear_add", ("down", "mlp_add"), runs.down_add, _one_row, 1),
-            Span("linear", ("qkv_proj",), runs.qkv_proj, _few_rows),
-            Span("linear", ("o_proj",), runs.o_proj, _few_rows),
-            Span("linear", ("down",), runs.down, _few_rows),
-            Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows),
+            Span("linear", ("qkv_proj",), runs.qkv_proj, _few_rows("qkv")),
+            Span("linear", ("o_proj",), runs.o_proj, _few_rows("o")),
+            Span("linear", ("down",), runs.down, _few_rows("down")),
+            Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows("gate_up")),
+            *(_tile_spans() if _has_room(device) else ()),
             Span("sample", ("sample",), runs.sample, _always),
         )
         return self.config.chosen(offered)

@@ -285,7 +285,9 @@ FEW_ROWS = [["plain"], ["plain", "bias", "act"], ["bias"], ["act"]]
 
 
 def products(place: Place) -> None:
+    from plugins.fusion.kernels.add_norm import add_parts_norm
     from plugins.fusion.kernels.few_rows import few_rows, one_row
+    from plugins.fusion.kernels.one_tile import one_tile, one_tile_parts
 
     for (n, k), for_one, for_few in zip(PRODUCTS, ONE_ROW, FEW_ROWS, strict=True):
         weights = {False: randn(place, n, k), True: randn(place, 2 * n, k)}
@@ -299,7 +301,11 @@ def products(place: Place) -> None:
             )  # fmt: skip
         for kind in for_few:
             x = randn(place, 3, k + 16)[:, :k]
-            few_rows(x, weights[kind == "act"], bias if kind == "bias" else None, act=kind == "act")
+            given = x, weights[kind == "act"], bias if kind == "bias" else None
+            few_rows(*given, act=kind == "act")
+            one_tile(*given, act=kind == "act")
+        parts = one_tile_parts(randn(place, 20, k + 16)[:, :k], weights[False])
+        add_parts_norm(randn(place, 20, n), parts, randn(place, n), 1e-6)
 
 
 def sampler(place: Place) -> None:

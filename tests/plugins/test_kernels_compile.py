@@ -385,3 +385,23 @@ def test_few_rows(launches, tmp_path, widths):
         ahead, wait, _ = kernel.ptx.partition("griddepcontrol.wait")
         assert wait and "griddepcontrol.launch_dependents" in ahead
         assert "ld.global.v4" in ahead
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_one_tile(launches, tmp_path, widths):
+    """By Hopper's tensor cores, pipelined; weights are sent for ahead of the wait."""
+    from plugins.fusion.kernels.one_tile import SHARED_BYTES, one_tile, one_tile_parts
+
+    hidden, query, qkv, inner = widths
+    x = empty(64, hidden)
+    one_tile(x, empty(qkv, hidden), empty(qkv))
+    one_tile(x, empty(2 * inner, hidden), act=True)
+    one_tile_parts(empty(64, query), empty(hidden, query))
+    one_tile_parts(empty(64, inner), empty(hidden, inner))
+    for kernel in [compile_launch(launch, tmp_path) for launch in launches]:
+        print(f"{kernel.name}: {kernel.num_registers} registers, {kernel.shared_bytes} B shared")
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= SHARED_BYTES
+        ahead, wait, behind = kernel.ptx.partition("griddepcontrol.wait")
+        assert wait and "prefetch.global.L2" in ahead and "ld.global" not in ahead
+        is_one_step = kernel.shared_bytes < SHARED_BYTES // 2
+        assert "wgmma" in behind and (is_one_step or "cp.async.cg" in behind)

@@ -20,7 +20,8 @@ pytest.importorskip("triton", reason="needs triton, which is not installed here"
 
 from core.chain import cover, decoder_chain, execute  # noqa: E402
 from core.errors import UserError  # noqa: E402
-from core.facts import ModelFacts  # noqa: E402
+from core.facts import ModelFacts, facts_from_config  # noqa: E402
+from core.loading import RANDOM_SHAPES  # noqa: E402
 from core.model import Site  # noqa: E402
 from core.seams import KVSink  # noqa: E402
 from core.testing import parity  # noqa: E402
@@ -121,7 +122,7 @@ def test_norm(place, width):
     assert x.equal(before)
 
 
-# ----------------------------------------------------------------------------------------- few_rows
+# ------------------------------------------------------------------------------- few_rows, one_tile
 
 # Outputs and inputs of a product: less than a tile, odd, several chunks, one row of 4 a program.
 PRODUCTS = [(5, 24), (96, 64), (33, 1500), (130, 2560), (2050, 40)]
@@ -148,6 +149,55 @@ def test_few_rows(place, shape, num_rows, kind):
     given = (x, weight, randn(place, n, seed=6) if kind == "bias" else None)
     wanted = few_rows_reference(*on_a_cpu(given), act=kind == "act")
     assert_rounded_alike(few_rows(*given, act=kind == "act").cpu(), wanted, share=0.1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "act"])
+@pytest.mark.parametrize("num_rows", [3, 17, 64])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_one_tile(place, shape, num_rows, kind):
+    from plugins.fusion.kernels.few_rows import few_rows_reference
+    from plugins.fusion.kernels.one_tile import one_tile
+
+    n, k = shape
+    x = randn(place, num_rows, k + 8)[:, :k]
+    weight = weights(place, 2 * n if kind == "act" else n, k)
+    given = (x, weight, randn(place, n, seed=6) if kind == "bias" else None)
+    wanted = few_rows_reference(*on_a_cpu(given), act=kind == "act")
+    assert_rounded_alike(one_tile(*given, act=kind == "act").cpu(), wanted, share=0.1)
+
+
+@pytest.mark.parametrize("num_rows", [17, 64])
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_one_tile_parts(place, shape, num_rows):
+    """Float32 before anything is rounded: off by the order of sums alone."""
+    from plugins.fusion.kernels.one_tile import one_tile_parts, one_tile_parts_reference
+
+    n, k = shape
+    x, weight = randn(place, num_rows, k + 8)[:, :k], weights(place, n, k)
+    parts = one_tile_parts(x, weight)
+    assert parts.dtype == torch.float32 and 1 <= len(parts) <= 4
+    assert (len(parts) > 1) == (k > 256)
+    wanted = one_tile_parts_reference(*on_a_cpu((x, weight)))
+    tolerance = parity.SPAN[torch.float32]
+    found = parts.double().sum(0).cpu()
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("width", [8, 1000, 1024])
+def test_add_parts_norm(place, width, num_parts):
+    from plugins.fusion.kernels.add_norm import add_norm_reference, add_parts_norm
+
+    residual = randn(place, 7, width + 8, scale=3.0)[:, :width]
+    parts = randn(("cpu", torch.float32), num_parts, 7, width, seed=2).to(place[0])
+    gain = randn(place, width, seed=3)
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    wanted = add_norm_reference(residual, whole.to(place[1]), gain, 1e-6)
+    found = add_parts_norm(residual, parts, gain, 1e-6)
+    assert residual.equal(wanted[0])
+    assert_rounded_alike(found, wanted[1])
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "act", "norm", "norm bias", "norm act", "add"])
@@ -419,18 +469,21 @@ def covered_by(chain, facts, sink, place, num_tokens):
 
 
 MANY = "qkv_proj qk_rope_write attention o_proj add_norm gate_up act_mul down add_norm"
+TILE = "linear qk_rope_write attention linear_add_norm linear_act linear_add_norm"
 FEW = "linear qk_rope_write attention linear add_norm linear_act linear add_norm"
 ONE = "norm_linear qk_rope_write attention linear_add norm_linear linear_add"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65])
 def test_small_steps_have_kernels_for_products(place, num_tokens):
     """The first layer's norm goes with the embedding; the last addition of one row with a product,
     and the final norm is alone then. Not in float32."""
     facts, sink, chain, _ = tiny(place, qk_norm=True)
     found = [op.name for op in covered_by(chain, facts, sink, place, num_tokens)]
-    if num_tokens == 17 or place[1] == torch.float32:
+    if num_tokens == 65 or place[1] == torch.float32:
         assert found == ["embed_norm", *MANY.split() * 2, "lm_head"]
+    elif num_tokens > 16:
+        assert found == ["embed_norm", *TILE.split() * 2, "lm_head"]
     elif num_tokens > 1:
         assert found == ["embed_norm", *FEW.split() * 2, "lm_head"]
     else:
@@ -438,10 +491,24 @@ def test_small_steps_have_kernels_for_products(place, num_tokens):
         assert found == [*first, *ONE.split(), "norm", "lm_head"]
 
 
+@pytest.mark.skipif(INTERPRETING, reason=HERE)
+@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+def test_products_of_large_weights_are_left_to_the_library(num_tokens):
+    """Of Qwen3-4B all but those of a lone row, of Qwen3-0.6B none."""
+    found = {}
+    for name in ("qwen3-0.6b", "qwen3-4b"):
+        facts = facts_from_config(RANDOM_SHAPES[f"random:{name}"], torch.bfloat16)
+        spans = TritonFusion().spans(facts, torch.device("cuda"))
+        found[name] = {s.name for s in spans if s.when(num_tokens, facts, None)}
+    products = {"norm_linear", "linear_add", "linear", "linear_act", "linear_add_norm"}
+    assert found["qwen3-0.6b"] & products
+    assert bool(found["qwen3-4b"] & products) == (num_tokens == 1)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 6, 17])
+@pytest.mark.parametrize("num_tokens", [1, 6, 17, 65])
 def test_the_covered_chain_computes_what_the_plain_one_does(place, num_tokens, qk_norm):
-    """17: of the six tokens there are, by the kernels for many."""
+    """17, 65: of the six tokens there are, by the kernels for one tile and for many."""
     facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
     if num_tokens == 1:
         for name in ("token_ids", "token_slots", "positions", "logit_rows"):

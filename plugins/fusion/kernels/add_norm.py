@@ -27,8 +27,10 @@ def _normed(x, gain, eps, N: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _add_norm_kernel(
     residual_ptr, hidden_ptr, gain_ptr, out_ptr, eps, stride_residual, stride_hidden, stride_out,
-    N: tl.constexpr, N_PADDED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    stride_part, N: tl.constexpr, N_PADDED: tl.constexpr, NUM_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    # hidden is the sum of its parts, rounded; without one there is nothing to add.
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N_PADDED)
@@ -38,9 +40,12 @@ def _add_norm_kernel(
     gain = tl.load(gain_ptr + i, mask=mask, other=0.0)
     wait_for_previous(PDL)
     added = tl.load(residual_at, mask=mask, other=0.0)
-    if ADD:
-        hidden = tl.load(hidden_ptr + token * stride_hidden + i, mask=mask, other=0.0)
-        added = (added.to(tl.float32) + hidden.to(tl.float32)).to(dtype)
+    if NUM_PARTS > 0:
+        hidden_at = hidden_ptr + token * stride_hidden + i
+        hidden = tl.load(hidden_at, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            hidden += tl.load(hidden_at + part * stride_part, mask=mask, other=0.0)
+        added = (added.to(tl.float32) + hidden.to(dtype).to(tl.float32)).to(dtype)
         tl.store(residual_at, added, mask=mask)
     normed = _normed(added.to(tl.float32), gain, eps, N, dtype)
     tl.store(out_ptr + token * stride_out + i, normed, mask=mask)
@@ -82,9 +87,25 @@ def add_norm(
     padded, num_warps = _width(n)
     _add_norm_kernel[(num_tokens,)](
         residual_TN, hidden_TN, gain_N, out_TN, eps,
-        residual_TN.stride(0), hidden_TN.stride(0), out_TN.stride(0),
-        N=n, N_PADDED=padded, ADD=True, num_warps=num_warps, **early(out_TN.device),
+        residual_TN.stride(0), hidden_TN.stride(0), out_TN.stride(0), 0,
+        N=n, N_PADDED=padded, NUM_PARTS=1, num_warps=num_warps, **early(out_TN.device),
     )  # fmt: skip
+
+
+def add_parts_norm(residual_TN: Tensor, parts_PTN: Tensor, gain_N: Tensor, eps: float) -> Tensor:
+    """residual += the sum of parts, in place; rms_norm(residual) * gain, [T, N].
+
+    Parts are float32, contiguous, added up in their order, and their sum is rounded to the dtype of
+    the residual.
+    """
+    num_parts, num_tokens, n = parts_PTN.shape
+    out = residual_TN.new_empty(num_tokens, n)
+    padded, num_warps = _width(n)
+    _add_norm_kernel[(num_tokens,)](
+        residual_TN, parts_PTN, gain_N, out, eps, residual_TN.stride(0), n, n, num_tokens * n,
+        N=n, N_PADDED=padded, NUM_PARTS=num_parts, num_warps=num_warps, **early(out.device),
+    )  # fmt: skip
+    return out
 
 
 def norm(x_TN: Tensor, gain_N: Tensor, eps: float) -> Tensor:
@@ -93,8 +114,8 @@ def norm(x_TN: Tensor, gain_N: Tensor, eps: float) -> Tensor:
     out = x_TN.new_empty(num_tokens, n)
     padded, num_warps = _width(n)
     _add_norm_kernel[(num_tokens,)](
-        x_TN, x_TN, gain_N, out, eps, x_TN.stride(0), x_TN.stride(0), n,
-        N=n, N_PADDED=padded, ADD=False, num_warps=num_warps, **early(out.device),
+        x_TN, x_TN, gain_N, out, eps, x_TN.stride(0), x_TN.stride(0), n, 0,
+        N=n, N_PADDED=padded, NUM_PARTS=0, num_warps=num_warps, **early(out.device),
     )  # fmt: skip
     return out
 

@@ -7,8 +7,9 @@ Results are rounded where the plain nodes round.
 
 Two kernels: for one row, whose products run on CUDA cores; for 2 to 16, the height of a tensor-core
 tile. In the second the warps of a program share K between them, or it would be one long chain of
-dependent instructions. With 32 and 64 rows it loses to cuBLAS (Qwen3-0.6B's qkv_proj on an H200: at
-best 6.5 and 9.0 µs against 5.5).
+dependent instructions. With more rows it loses to cuBLAS, where plugins.fusion.kernels.one_tile
+takes over. It loses where weights are large, too (Qwen3-4B's gate_up at 8 rows on an H200: 47.7 µs
+against 28.5): those are a matter of bandwidth.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CHUNK = 1024  # of K at a time
 
 
 @triton.jit
-def _activated(gate, up, dtype: tl.constexpr):
+def activated(gate, up, dtype: tl.constexpr):
     """silu(gate) * up of float32 sums, rounded to dtype at each node's end."""
     gate = gate.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -103,7 +104,7 @@ def _one_row_kernel(
     if BIAS:
         out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     if ACT:
-        out = _activated(out, tl.sum(acc_up, 1), dtype)
+        out = activated(out, tl.sum(acc_up, 1), dtype)
     if ADD:
         residual = tl.load(residual_ptr + row, mask=is_row, other=0.0).to(tl.float32)
         out = residual + out.to(dtype).to(tl.float32)
@@ -161,7 +162,7 @@ def _few_rows_kernel(
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACT:
-        out = _activated(out, tl.sum(acc_up, 0), dtype)
+        out = activated(out, tl.sum(acc_up, 0), dtype)
     mask = (m < num_rows)[:, None] & (n < N)[None, :]
     out_at = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out_at, out.to(dtype), mask=mask)

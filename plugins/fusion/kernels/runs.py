@@ -9,10 +9,12 @@ import torch
 from plugins.fusion.kernels.act_mul import act_mul as _act_mul
 from plugins.fusion.kernels.add_norm import (
     add_norm as _add_norm,
+    add_parts_norm,
     embed_norm as _embed_norm,
     norm as _norm,
 )
 from plugins.fusion.kernels.few_rows import few_rows, one_row
+from plugins.fusion.kernels.one_tile import one_tile, one_tile_parts
 from plugins.fusion.kernels.qk_rope_write import qk_rope_write as _qk_rope_write
 from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8 as _qk_rope_write_int8
 from plugins.fusion.kernels.sample import sample as _sample
@@ -141,6 +143,44 @@ def gate_up_act(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
 def down(sites: Sites, batch: Batch, act: Tensor) -> tuple[Tensor]:
     """down: (hidden,)."""
     return (few_rows(act, sites[0].weights.down),)
+
+
+# -------- for the rows of one tile
+
+
+def qkv_proj_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
+    """qkv_proj: (qkv,)."""
+    return (one_tile(hidden, sites[0].weights.qkv, sites[0].weights.qkv_bias),)
+
+
+def gate_up_act_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
+    """gate_up · act_mul: (act,)."""
+    return (one_tile(hidden, sites[0].weights.gate_up, act=True),)
+
+
+def o_add_mlp_norm(
+    sites: Sites, batch: Batch, residual: Tensor, ctx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """o_proj · attn_add · mlp_norm: (residual, hidden), the first in place."""
+    parts = one_tile_parts(ctx, sites[0].weights.o)
+    gain, eps = sites[2].weights.mlp_norm, sites[2].facts.rms_norm_eps
+    return residual, add_parts_norm(residual, parts, gain, eps)
+
+
+def down_add_attn_norm(
+    sites: Sites, batch: Batch, residual: Tensor, act: Tensor
+) -> tuple[Tensor, Tensor]:
+    """down · mlp_add · attn_norm of the next layer: (residual, hidden), the first in place."""
+    parts = one_tile_parts(act, sites[0].weights.down)
+    gain, eps = sites[2].weights.attn_norm, sites[2].facts.rms_norm_eps
+    return residual, add_parts_norm(residual, parts, gain, eps)
+
+
+def down_add_final_norm(sites: Sites, batch: Batch, residual: Tensor, act: Tensor) -> tuple[Tensor]:
+    """down · mlp_add · final_norm: (hidden,); nothing reads the residual after it."""
+    parts = one_tile_parts(act, sites[0].weights.down)
+    gain, eps = sites[2].model.final_norm, sites[2].facts.rms_norm_eps
+    return (add_parts_norm(residual, parts, gain, eps),)
 
 
 def sample(sites: Sites, batch: Batch, logits: Tensor) -> tuple[Tensor]:

@@ -1,0 +1,133 @@
+"""Products with a weight for up to 64 rows, the height of one tile of Hopper's tensor cores.
+
+Still a matter of latency where the weight is small: a layer of Qwen3-0.6B (four products, two norms
+and an activation) takes an H200 28.0 µs at 64 rows by cuBLAS and 21.3 by these kernels, which send
+for their weights before they wait for the kernel in front (see plugins.early_launch). Rows that are
+missing cost nothing. Weights beyond 20 MB are a matter of bandwidth, and cuBLAS's (Qwen3-4B's
+gate_up at 64 rows: 30.7 µs against 34.0).
+
+A product of few outputs is shared out along K too, or most of the device would idle: its parts are
+left in float32, and added up, always in the same order, by the addition and norm behind it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from plugins.early_launch import early, let_next_start, prefetch, wait_for_previous
+from plugins.fusion.kernels.few_rows import activated
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TILE_M, _TILE_N = 64, 32  # rows and outputs of a program
+_MOST_PARTS = 4
+_LINE = 64  # elements of two bytes in a line of L2
+_MOST_LINES = 16  # of a row of weights, sent for ahead
+SHARED_BYTES = 144 << 10  # that a program takes
+
+
+@triton.jit
+def _one_tile_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, stride_x,
+    N: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr,
+    NUM_LINES: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    m = tl.arange(0, TILE_M)
+    start = tl.program_id(1) * PART
+    w_row = w_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K
+    if PDL:
+        line = tl.minimum(start + tl.arange(0, NUM_LINES) * LINE, K - 1)[None, :]
+        prefetch(w_row + line)
+        if ACT:
+            prefetch(w_row + N * K + line)
+    wait_for_previous(PDL)
+
+    EVEN: tl.constexpr = K % PART == 0 and PART % CHUNK == 0
+    is_row = (m < num_rows)[:, None]
+    x_row = x_ptr + m[:, None].to(tl.int64) * stride_x
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    acc_up = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for i in tl.range(0, PART, CHUNK, num_stages=STAGES):
+        k = start + i + tl.arange(0, CHUNK)[None, :]
+        if EVEN:
+            x = tl.load(x_row + k, mask=is_row, other=0.0)
+            w = tl.load(w_row + k)
+        else:
+            x = tl.load(x_row + k, mask=is_row & (k < K), other=0.0)
+            w = tl.load(w_row + k, mask=k < K, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if ACT:
+            if EVEN:
+                up = tl.load(w_row + N * K + k)
+            else:
+                up = tl.load(w_row + N * K + k, mask=k < K, other=0.0)
+            acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision="ieee")
+
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACT:
+        acc = activated(acc, acc_up, x_ptr.dtype.element_ty)
+    row = tl.program_id(1).to(tl.int64) * num_rows + m
+    mask = is_row & (n < N)[None, :]
+    out_at = out_ptr + row[:, None] * N + n[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, act: bool, out: Tensor) -> None:
+    """`out` [..., M, N], of which every part of K, `_part(weight, most)` long, is one [M, N]."""
+    n, k, part = out.shape[-1], weight.shape[1], _part(weight, most, act)
+    num_lines = min(_MOST_LINES, triton.next_power_of_2(triton.cdiv(part, _LINE)))
+    _one_tile_kernel[(triton.cdiv(n, _TILE_N), triton.cdiv(k, part))](
+        x, weight, weight if bias is None else bias, out, x.shape[0], x.stride(0),
+        N=n, K=k, PART=part, TILE_M=_TILE_M, TILE_N=_TILE_N, CHUNK=_chunk(weight, act),
+        STAGES=4 if act else 3, LINE=_LINE, NUM_LINES=num_lines, BIAS=bias is not None, ACT=act,
+        num_warps=4, **early(x.device),
+    )  # fmt: skip
+
+
+def _chunk(weight: Tensor, act: bool) -> int:
+    """Elements of K a step of the pipeline, as many as SHARED_BYTES hold."""
+    most = (128 if act else 256) * 2 // weight.itemsize
+    return min(most, max(16, triton.next_power_of_2(weight.shape[1])))
+
+
+def _part(weight: Tensor, most: int, act: bool = False) -> int:
+    """Elements of K a program, in whole chunks: `most` programs share K at most."""
+    chunk = _chunk(weight, act)
+    return triton.cdiv(triton.cdiv(weight.shape[1], chunk), most) * chunk
+
+
+def one_tile(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, act: bool = False
+) -> Tensor:
+    """linear of M <= 64 rows of unit stride: [M, N].
+
+    With `act` the weight is [2 N, K], gate rows first, and silu(gate) * up is returned. Weight rows
+    lie side by side.
+    """
+    out = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // (2 if act else 1))
+    _run(x_MK, weight_NK, bias_N, 1, act, out)
+    return out
+
+
+def one_tile_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Float32 [parts, M, N] whose sum over parts is linear of M <= 64 rows of unit stride."""
+    n, k = weight_NK.shape
+    shape = triton.cdiv(k, _part(weight_NK, _MOST_PARTS)), x_MK.shape[0], n
+    out = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    _run(x_MK, weight_NK, None, _MOST_PARTS, False, out)
+    return out
+
+
+def one_tile_parts_reference(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """What the parts add up to, in float64 [M, N]."""
+    return F.linear(x_MK.double(), weight_NK.double())
