@@ -315,7 +315,8 @@ def test_among_the_kernels_too(planted, device, dtype):
     fusion = "half_norm_and_triton"
     given = {"device": device, "dtype": dtype, "plugins": (planted,), "fusion": fusion}
     given["max_num_batched_tokens"] = 32  # a step for all of both prompts
-    with engine(MODEL, **given) as made:
+    only = {"fusion.only": "embed_norm,qk_rope_write,half_norm,act_mul,add_norm"}
+    with engine(MODEL, only, **given) as made:
         error, _ = run(made)[1]
         right = {name: c["num_right"] for name, c in counts(made).items()}
     assert "span 'half_norm' (mlp_norm) of layer 1" in error and "leaves hidden" in error
@@ -325,7 +326,7 @@ def test_among_the_kernels_too(planted, device, dtype):
     num_right = advised(error)
     assert num_right == 6
     for fuel in (num_right, num_right + 1):
-        with engine(MODEL, {"fusion.fuel": fuel}, **given) as made:
+        with engine(MODEL, {**only, "fusion.fuel": fuel}, **given) as made:
             failed = [e for e in run(made)[1] if e]
         assert bool(failed) == (fuel > num_right)
 
