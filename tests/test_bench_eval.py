@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from core import Engine, SamplingParams
 from core.batch import Limits
@@ -364,6 +365,7 @@ class FakeLLM:
         self.built.clear()
         self.built.update(options)
         self.llm_engine, self.left = self, {}
+        self.built["cache"] = torch.zeros(64)  # somebody refers to it for ever
         scheduler = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=64)
         compilation = SimpleNamespace(cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2])
         self.vllm_config = SimpleNamespace(
@@ -432,8 +434,10 @@ def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
     assert engine.step() == [News(key, 1, True)] and not engine.pending()
     assert engine.generate([workloads.Request([1], 4), workloads.Request([2], 6)]) == 10
     json.dumps(engine.describe())
+    ours = torch.zeros(64)
     engine.close()
     assert built["is_down"]
+    assert built["cache"].untyped_storage().nbytes() == 0 < ours.untyped_storage().nbytes()
 
 
 def test_captured_sizes_end_where_they_are_told_to():

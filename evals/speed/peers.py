@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
@@ -24,6 +25,8 @@ from core.config import did_you_mean
 from core.errors import RunError, UserError, explained
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from core.engine import Engine
     from evals.speed.workloads import Request
 
@@ -256,7 +259,9 @@ class Vllm(Peer):
         if max_capture is not None:
             arguments["cudagraph_capture_sizes"] = capture_sizes(max_capture)
         self._options = arguments
+        before = {id(one): one for one in tensors_on(setup.device)}  # held: ids stay theirs
         self._llm: Any = self._module.LLM(**arguments)
+        self._made = [weakref.ref(t) for t in tensors_on(setup.device) if id(t) not in before]
         self._engine: Any = self._llm.llm_engine
         self._kinds: Any = importlib.import_module("vllm.sampling_params").RequestOutputKind
 
@@ -329,7 +334,25 @@ class Vllm(Peer):
         del self._engine, self._llm
         importlib.import_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
         self._folder.cleanup()
+        # Its weights and its cache stay referred to by its caches of compiled code, and whoever
+        # comes next needs the memory.
+        for made in self._made:
+            if (tensor := made()) is not None:
+                tensor.untyped_storage().resize_(0)
         free_memory()
+
+
+def tensors_on(device: str) -> list[Tensor]:
+    """All plain ones, and parameters, that anything in this process refers to."""
+    import torch
+
+    kind = torch.device(device).type
+    found: list[Tensor] = [
+        one
+        for one in gc.get_objects()
+        if type(one) is torch.Tensor or issubclass(type(one), torch.nn.Parameter)
+    ]
+    return [one for one in found if one.device.type == kind]
 
 
 def capture_sizes(most: int) -> list[int]:
