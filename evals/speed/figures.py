@@ -23,6 +23,7 @@ OTHER_STEPS = {
 }
 SPANS = "span-times-qwen3-0.6b-h200.json"
 LEVERS = "lever-{}-qwen3-0.6b-h200.json"
+DUEL = "duel-vllm-qwen3-0.6b-h200.json"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -126,6 +127,22 @@ def figures_of_lever(name: str, keys: Mapping[str, str]) -> str:
     return table(("arm", *keys), rows)
 
 
+def duel_table(found: dict[str, Any]) -> str:
+    """Of a record of evals.speed.bench with a peer: medians of each figure over repetitions."""
+    arms: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        # Sums of tokens and of requests say what output tokens say.
+        if row["p50"] is not None and not row["figure"].startswith(("total_", "request_")):
+            arms.setdefault(f"{row['workload']} {row['figure']}", {})[row["arm"]] = row["p50"]
+    peer = next(arm for row in found["rows"] if (arm := row["arm"]) not in ("ours", "ours again"))
+    rows = [
+        (figure, f"{of['ours']:,.5g}", f"{of[peer]:,.5g}", f"{of['ours'] / of[peer]:.2f}")
+        for figure, of in arms.items()
+        if {"ours", peer} <= set(of)
+    ]
+    return table(("figure", "outweigh", peer, "ratio"), rows)
+
+
 def readme_tables() -> list[str]:
     """Those of the README, in its order."""
     paged = [record(STEPS), record(LONG_STEPS)]
@@ -149,6 +166,7 @@ def speed_tables() -> list[str]:
         lever_table("block_size", "tok/s"),
         figures_of_lever("block_size", occupancy | {"room filled": ".2f", "fragmentation": ".2f"}),
         columns_table(others, "Qwen3-4B"),
+        duel_table(record(DUEL)),
     ]
 
 
