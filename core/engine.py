@@ -1,12 +1,16 @@
 """The engine: requests in, tokens out, one step at a time.
 
-    waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops,
-    publishing
+    waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops
+                                                                    settle N: text, publishing
 
 With overlap (depth 1, the default on CUDA) a step is launched before the tokens of the one before
 it are known: the ids are gathered on the device, stops by length are known in advance, an EOS
 overruns by one step whose token is dropped. Without overlap (depth 0, a synchronous device) every
 step is harvested before the next is planned.
+
+Between the tokens of a step and the next launch stands what a plan depends on, done by arrays: the
+tokens, who has ended, whose room is free. What is done for each request (text, events, outputs) is
+settled afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -69,8 +73,7 @@ class RequestOutput:
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
-@dataclass(frozen=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """What a step brought for one request: new tokens, the text they decide, and the output if it
     ended."""
 
@@ -89,6 +92,7 @@ class _Request:
     stop_ids: tuple[int, ...]
     text: RequestText
     num_read: int = 0
+    unread: list[int] = field(default_factory=list)  # known, and in no text yet
     fresh: list[int] = field(default_factory=list)  # read, and in no event yet
     output: RequestOutput | None = None
 
@@ -106,7 +110,10 @@ class Engine:
         self.counters, self.kv_use = StepCounters(), KVUse()
         self._requests: dict[str, _Request] = {}
         self._in_flight: deque[tuple[float, InFlight]] = deque()  # after the moment of launch
-        self._landed = 0.0
+        self._landed_s = 0.0
+        # Landed and not settled: the step, which rows still count, whose they are, who has ended,
+        # and whom of these the token stopped.
+        self._unsettled: list[tuple[InFlight, Any, Any, Any, Any]] = []
         self._num_added = 0
         self._news: dict[_Request, None] = {}  # got tokens or an end, and no event of it yet
         self._streams: set[_Request] = set()
@@ -119,16 +126,9 @@ class Engine:
         self._observe = offered(parts.sched, "observe")
         self._depth = 1 if self.config.overlap else 0
         self._schedule = Schedule(
-            parts.limits,
-            parts.kv,
-            parts.sched,
-            parts.slots,
-            self.counters,
-            self.config,
-            clock=perf_counter,
-            drain=self._drain,
-            admit=self._take_slot,
-        )
+            parts.limits, parts.kv, parts.sched, parts.slots, self.counters, self.config,
+            clock=perf_counter, drain=self._drain, admit=self._take_slot,
+        )  # fmt: skip
         self.plan.registry.hooks.call("outweigh_engine_built", self)
 
     # -------- requests
@@ -242,24 +242,31 @@ class Engine:
     def _advance(self) -> None:
         """Plan and launch a step, then land those that are due."""
         self._check_open()
-        plan = self._schedule.plan()
-        if plan is not None:
-            self.kv_use.look(self._kv, self._slots.num_computed, perf_counter())
-            self._launch(plan)
+        if len(self._in_flight) > self._depth or self._launch():
             if len(self._in_flight) > self._depth:
                 self._harvest(self._in_flight.popleft())
+                # Whoever comes after this call is to be in the next step, where a seat is free.
+                # Where none is, that step need not wait for the events of this one.
+                if self._depth and not self._slots.num_free and self._launch():
+                    self._schedule.reserve()  # what the plan after that would ask for first
         elif not self._drain() and not self._schedule.num_running:
             if head := self._schedule.head():  # nothing runs, and it has no room: it never will
                 seq = head[2]
                 self._finish(self._requests[seq.request_id], "error", self._no_room(seq))
+        self._settle()
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self) -> bool:
+        """Plan and launch a step; False where nothing can run now."""
+        if (plan := self._schedule.plan()) is None:
+            return False
         begun = perf_counter()
         try:
             self._in_flight.append((begun, self._executor.launch(plan)))
         except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
             self._drain()  # what is in flight did not fail, and may have ended some of them
             self._fail(plan, error)
+        self.kv_use.look(self._kv, self._slots.num_computed, begun)
+        return True
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """End the requests of a step that was not run, or not to its end."""
@@ -270,45 +277,62 @@ class Engine:
             self._finish(self._requests[seq.request_id], "error", reason(error))
 
     def _harvest(self, launched: tuple[float, InFlight]) -> None:
-        """Take the tokens of a step that was launched earlier, and end whom they end."""
+        """Take the tokens of a step that was launched earlier, and free the room of whom they
+        end."""
+        self._settle()
         begun, step = launched
+        s = self._slots  # of which nothing changes while the host waits
+        live = s.epoch[step.slots] == step.epochs
+        slots = step.slots[live]
+        owners, stop_ids, known = s.owner[slots], s.stop_ids[slots], s.num_known[slots]
+        ended = known + 1 >= s.max_total[slots]
         try:
             step.wait()
         except Exception as error:  # noqa: BLE001  # of the device; the next step may fare better
             return self._fail(step.plan, error)
         now = perf_counter()
         # A step begins with its launch, or with the end of the one before it.
-        begun, self._landed = max(begun, self._landed), now
+        begun, self._landed_s = max(begun, self._landed_s), now
         if self._observe is not None:
             self._observe(int(step.plan.query_lens.sum()), len(step.plan.slots), now - begun)
-        s = self._slots
-        live = s.epoch[step.slots] == step.epochs
-        slots, ids = step.slots[live], step.token_ids[live]
-        known = s.num_known[slots]
+        ids = step.token_ids[live]
         s.tokens[slots, known] = ids
         s.token_times[slots, known] = now
         s.num_known[slots] = known + 1
-        requests = [self._requests[s.owner[slot].request_id] for slot in slots.tolist()]
-        self._news.update(dict.fromkeys(requests))
-        stopped = (ids[:, None] == s.stop_ids[slots]).any(1)
-        for i in np.flatnonzero(s.has_stop_strings[slots] & ~stopped).tolist():
-            self._read(requests[i])
-            stopped[i] = requests[i].text.stopped
-        ended = stopped | (known + 1 >= s.max_total[slots])
-        if step.logprobs is not None:
-            for row, request in zip(np.flatnonzero(live).tolist(), requests, strict=True):
-                num_top = request.seq.params.logprobs
-                if num_top is not None:
-                    request.seq.logprobs.append(step.logprobs.pairs(row, num_top))
-        self._schedule.publish(slots[~ended])
-        for i in np.flatnonzero(ended).tolist():
-            self._finish(requests[i], "stop" if stopped[i] else "length")
+        stopped = (ids[:, None] == stop_ids).any(1)
+        ended |= stopped
+        self._unsettled.append((step, live, owners, ended, stopped))
+        for seq in owners[ended].tolist():
+            self._schedule.remove(seq)
+
+    def _settle(self) -> None:
+        """What is to be done for each row of a step that has landed, and no plan waits for."""
+        while self._unsettled:
+            step, live, owners, ended, stopped = self._unsettled.pop()
+            slots, token_ids = step.slots[live], step.token_ids[live].tolist()
+            requests = [self._requests[seq.request_id] for seq in owners.tolist()]
+            for request, token_id in zip(requests, token_ids, strict=True):
+                request.unread.append(token_id)
+            self._news.update(dict.fromkeys(requests))
+            if step.logprobs is not None:
+                for row, request in zip(np.flatnonzero(live).tolist(), requests, strict=True):
+                    if (num_top := request.seq.params.logprobs) is not None:
+                        request.seq.logprobs.append(step.logprobs.pairs(row, num_top))
+            for i in np.flatnonzero(ended).tolist():
+                self._conclude(requests[i], "stop" if stopped[i] else "length")
+            for i in np.flatnonzero(self._slots.has_stop_strings[slots] & ~ended).tolist():
+                self._read(requests[i])
+                if requests[i].text.stopped:
+                    ended[i] = True
+                    self._finish(requests[i], "stop")
+            self._schedule.publish(slots[~ended])
 
     def _drain(self) -> bool:
         """Land every step in flight; True if there was one."""
         busy = bool(self._in_flight)
         while self._in_flight:
             self._harvest(self._in_flight.popleft())
+        self._settle()
         return busy
 
     def _no_room(self, seq: Sequence) -> str:
@@ -331,15 +355,15 @@ class Engine:
     # -------- ending
 
     def _finish(self, request: _Request, how: str, error: str | None = None) -> None:
-        """End a request: give back its slot and room, and keep its output for its last event. `how`
-        is the finish_reason."""
+        """End a request at once. `how` is the finish_reason."""
+        self._settle()
+        self._schedule.remove(request.seq)
+        self._conclude(request, how, error)
+
+    def _conclude(self, request: _Request, how: str, error: str | None = None) -> None:
+        """Keep the output of a request that has ended for its last event."""
         seq = request.seq
         seq.saved = None  # the queue may hold a stale entry of it for long
-        self._schedule.remove(seq)
-        if seq.slot is not None:
-            self._kv.on_slot(seq, None)
-            self._kv.release(seq)
-            self._slots.give_back(seq)
         if seq.params.prompt_logprobs is not None and how in ("stop", "length"):
             try:
                 seq.prompt_logprobs += score_prompt(self._parts, seq)
@@ -366,16 +390,13 @@ class Engine:
 
     def _read(self, request: _Request, final: bool = False) -> None:
         """Bring the text of a request up to its known tokens."""
-        seq = request.seq
-        self._slots.sync(seq)
-        lo = seq.num_prompt + request.num_read
-        ids = seq.token_ids[lo : seq.num_known].tolist()
+        ids, request.unread = request.unread, []
         request.num_read += len(ids)
         request.fresh += ids
-        if ids and ids[-1] in request.stop_ids and not seq.params.include_stop_str_in_output:
+        params = request.seq.params
+        if ids and ids[-1] in request.stop_ids and not params.include_stop_str_in_output:
             ids.pop()  # what ends a request is not part of its text
-        watched = seq.num_output > seq.params.min_tokens
-        request.text.push(ids, watched=watched, final=final)
+        request.text.push(ids, watched=request.num_read > params.min_tokens, final=final)
 
     def _event(self, request: _Request) -> StepEvent:
         """The news of a request: tokens since its last event, the text that they decide, its

@@ -20,7 +20,6 @@ from core.model import BEGIN_STEP, LM_HEAD, Operation
 from core.sampler import SAMPLE, Logprobs, Sampler, token_logprobs
 from core.sampling import Needs, sample_keys
 from core.seams import offered
-from core.slots import NO_TOKEN
 from core.staging import Staging, core_sections
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Executor:
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
         self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)
-        longest = max(limits.max_model_len, limits.max_num_batched_tokens)
+        longest = max(limits.max_model_len, limits.max_num_batched_tokens) + 1
         self._count = np.arange(longest, dtype=np.int32)
         self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self.sampler = Sampler(trash + 1, facts.vocab_size, self._staging.device)
@@ -89,6 +88,7 @@ class Executor:
         self._pool: GraphPool | None = None
         self.graph_bytes = 0  # device memory that the graphs hold
         self._shapes: dict[BatchShape, Batch] = {}
+        self._views: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
     # -------- launch
 
@@ -201,29 +201,25 @@ class Executor:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Token ids, positions and slots [3, T], and the start of every row [R + 1]; views of
         `host`."""
-        s, num_rows = self._slots, len(plan.slots)
-        starts = host["query_start"]
-        starts[0] = 0
-        np.cumsum(plan.query_lens, out=starts[1 : num_rows + 1])
-        starts[num_rows + 1 : shape.num_seqs + 1] = num_tokens
-        tokens = host["tokens"]
+        known, num_rows = self._slots.tokens, len(plan.slots)
+        starts, tokens = host["query_start"], host["tokens"]
         live = tokens[:, :num_tokens]
-        if num_rows == 1:
+        if num_tokens == num_rows:
+            starts[: num_rows + 1] = self._count[: num_rows + 1]
+            live[0], live[1], live[2] = known[plan.slots, plan.starts], plan.starts, plan.slots
+        elif num_rows == 1:
             slot, first = int(plan.slots[0]), int(plan.starts[0])
-            live[0] = s.tokens[slot, first : first + num_tokens]
-            live[1] = self._count[first : first + num_tokens]
-            live[2] = slot
-            live[0, max(0, int(s.num_known[slot]) - first) :] = NO_TOKEN
+            starts[:2] = 0, num_tokens
+            live[0] = known[slot, first : first + num_tokens]
+            live[1], live[2] = self._count[first : first + num_tokens], slot
         else:
-            if num_tokens == num_rows:
-                live[1], live[2] = plan.starts, plan.slots
-            else:
-                lens = plan.query_lens
-                offsets = np.repeat(plan.starts - starts[:num_rows], lens)
-                np.add(self._count[:num_tokens], offsets, out=live[1])
-                live[2] = np.repeat(plan.slots, lens)
-            live[0] = s.tokens[live[2], live[1]]
-            live[0, live[1] >= s.num_known[live[2]]] = NO_TOKEN
+            lens, starts[0] = plan.query_lens, 0
+            np.cumsum(lens, out=starts[1 : num_rows + 1])
+            offsets = np.repeat(plan.starts - starts[:num_rows], lens)
+            np.add(self._count[:num_tokens], offsets, out=live[1])
+            live[2] = np.repeat(plan.slots, lens)
+            live[0] = known[live[2], live[1]]
+        starts[num_rows + 1 : shape.num_seqs + 1] = num_tokens
         tokens[:, num_tokens : shape.num_tokens] = self._token_padding
         return live, starts[: num_rows + 1]
 
@@ -280,17 +276,19 @@ class Executor:
         return self._view(shape, rows)
 
     def _view(self, shape: BatchShape, num_logits: int) -> Batch:
-        T, R, L = shape.num_tokens, shape.num_seqs, num_logits
-        d = self._staging.device
-        token_ids, positions, token_slots = d["tokens"][:, :T]
-        slots, seq_lens = d["rows"][:2, :R]
-        logit_rows, sample_slots = d["rows"][2:, :L]
-        return Batch(
-            shape, token_ids, positions, token_slots, slots, d["query_start"][: R + 1], seq_lens,
-            d["num_decodes"], logit_rows, sample_slots, d["temperature"][:L], d["sample_keys"][:L],
-            kv={name: d[name] for name in self._kv_arrays},
-            last_token=self._last_token, logits=self._logits[:L],
-        )  # fmt: skip
+        size = T, R, L = shape.num_tokens, shape.num_seqs, num_logits
+        if size not in self._views:  # those of the step before, as a rule: a view costs 1 us
+            d = self._staging.device
+            token_ids, positions, token_slots = d["tokens"][:, :T]
+            slots, seq_lens = d["rows"][:2, :R]
+            logit_rows, sample_slots = d["rows"][2:, :L]
+            self._views = {size: (
+                token_ids, positions, token_slots, slots, d["query_start"][: R + 1], seq_lens,
+                d["num_decodes"], logit_rows, sample_slots, d["temperature"][:L],
+                d["sample_keys"][:L], {name: d[name] for name in self._kv_arrays},
+                self._last_token, self._logits[:L],
+            )}  # fmt: skip
+        return Batch(shape, *self._views[size])
 
     # -------- capture
 

@@ -89,13 +89,16 @@ class Schedule:
         return [(self._sched.key(seq, clock), seq.order, seq) for seq in seqs]
 
     def remove(self, seq: Sequence) -> None:
-        """Forget `seq`, wherever it is. Its room and slot are the engine's to give back."""
+        """Forget `seq`, wherever it is, and give back its room and slot."""
         self._waiting.pop(seq, None)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
-        if seq.slot is not None and self.decoding.get(seq.slot) is seq:
-            del self.decoding[seq.slot]
-            self._decoding_slots = None
+        if seq.slot is not None:
+            if self.decoding.pop(seq.slot, None):
+                self._decoding_slots = None
+            self._kv.on_slot(seq, None)
+            self._kv.release(seq)
+            self._slots.give_back(seq)
 
     def head(self) -> Entry | None:
         """Key, order and who it is that is next to be admitted."""
@@ -123,9 +126,13 @@ class Schedule:
             first = self.prefilling[0]  # a policy may hold back some, never all
             assert first.slot is not None
             rows, lens = [first.slot], [min(self._chunk_size, first.remaining)]
-        all_slots = np.concatenate((slots, np.array(rows, np.int32)))
-        query_lens = np.concatenate((np.ones(num_decodes, np.int32), np.array(lens, np.int32)))
-        return self._commit(all_slots, query_lens, num_decodes)
+        if rows:
+            slots = np.concatenate((slots, np.array(rows, np.int32)))
+        query_lens = np.ones(len(slots), np.int32)
+        query_lens[num_decodes:] = lens
+        self._counters.num_decode_tokens += num_decodes
+        self._counters.num_prefill_tokens += sum(lens)
+        return self._commit(slots, query_lens, num_decodes)
 
     def _slots_of_decodes(self) -> Int32:
         if self._decoding_slots is None:
@@ -136,7 +143,7 @@ class Schedule:
         """Room for one more token of every decoding sequence; True if someone had to give way for
         it."""
         preempted = False
-        while (seq := self._first_without_room()) is not None:
+        while (seq := self.reserve()) is not None:
             if self._drain():
                 continue  # what landed may have ended sequences, and freed their room
             others = [*self.prefilling, *(s for s in self.decoding.values() if s is not seq)]
@@ -146,9 +153,8 @@ class Schedule:
             preempted = True
         return preempted
 
-    def _first_without_room(self) -> Sequence | None:
-        if not self.decoding:
-            return None
+    def reserve(self) -> Sequence | None:
+        """Room for one more token of every decoding sequence; the first that there is none for."""
         slots = self._slots_of_decodes()
         needed = self._slots.num_tokens[slots]
         for slot in slots[needed > self._kv.reserved[slots]].tolist():
@@ -161,16 +167,13 @@ class Schedule:
     def preempt(self, seq: Sequence) -> None:
         """Give back the room of `seq`; it waits again, with its keys on the host or to be computed
         anew."""
-        self.remove(seq)
         self._slots.sync(seq)
         if self._save is not None:
             seq.saved = self._save(seq, seq.num_computed)
             self._counters.num_swapped_bytes += seq.saved.num_bytes
         else:
             self._counters.num_recomputed_tokens += seq.num_computed
-        self._kv.on_slot(seq, None)
-        self._kv.release(seq)
-        self._slots.give_back(seq)
+        self.remove(seq)
         seq.num_computed = 0
         seq.num_preemptions += 1
         self._counters.num_preemptions += 1
@@ -260,36 +263,25 @@ class Schedule:
         starts, num_tokens = s.num_computed[slots], s.num_tokens[slots]
         ends = starts + query_lens
         samples = ends == num_tokens
-        s.num_computed[slots], s.num_tokens[slots] = ends, num_tokens + samples
-        self.publish(slots[num_decodes:])
-        self._regroup(slots, samples, num_decodes)
-        self._counters.num_decode_tokens += num_decodes
-        self._counters.num_prefill_tokens += int(query_lens[num_decodes:].sum())
+        num_tokens += samples
+        s.num_computed[slots], s.num_tokens[slots] = ends, num_tokens
+        if num_decodes < len(slots):
+            self.publish(slots[num_decodes:])
+            for slot in slots[num_decodes:][samples[num_decodes:]].tolist():
+                seq = s.owner[slot]  # it is through with its prompt, and decodes from now on
+                self.prefilling.remove(seq)
+                self.decoding[slot], self._decoding_slots = seq, None
+        for slot in slots[samples & (num_tokens >= s.max_total[slots])].tolist():
+            del self.decoding[slot]  # it samples its last token, and asks for no more
+            self._decoding_slots = None
         return StepPlan(slots, starts, query_lens, samples, num_decodes)
 
     def publish(self, slots: Int32) -> None:
         """Share what is both known and written: prompt blocks at launch, generated ones at
         harvest."""
-        if not len(slots):
-            return
         s = self._slots
         ready = np.minimum(s.num_computed[slots], s.num_known[slots])
         for slot in slots[ready >= self._kv.next_publish[slots]].tolist():
             seq = s.owner[slot]
-            assert seq is not None
             s.sync(seq)
             self._kv.publish(seq, min(seq.num_computed, seq.num_known))
-
-    def _regroup(self, slots: Int32, samples: NDArray[np.bool_], num_decodes: int) -> None:
-        """Prefills that are through decode from now on; who samples its last token asks for no
-        more."""
-        s = self._slots
-        for slot in slots[num_decodes:][samples[num_decodes:]].tolist():
-            seq = s.owner[slot]
-            assert seq is not None
-            self.prefilling.remove(seq)
-            self.decoding[slot] = seq
-            self._decoding_slots = None
-        for slot in slots[samples & (s.num_tokens[slots] >= s.max_total[slots])].tolist():
-            del self.decoding[slot]
-            self._decoding_slots = None

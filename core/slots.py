@@ -22,12 +22,12 @@ class Slots:
     """The numbers of every running sequence, indexed by slot; the last row is the trash slot.
 
     `epoch` counts the owners of a slot: a step in flight remembers it, so that a reused slot never
-    receives the previous owner's token.
+    receives the previous owner's token. `tokens` is NO_TOKEN from `num_known` on.
     """
 
     def __init__(self, limits: Limits) -> None:
         rows = limits.max_num_seqs + 1
-        self.tokens = np.zeros((rows, limits.max_model_len), np.int32)
+        self.tokens = np.full((rows, limits.max_model_len), NO_TOKEN, np.int32)
         self.token_times = np.zeros((rows, limits.max_model_len), np.float64)
         self.num_known = np.zeros(rows, np.int32)
         self.num_tokens = np.zeros(rows, np.int32)
@@ -43,7 +43,7 @@ class Slots:
         self.min_total = np.zeros(rows, np.int32)
         self.has_stop_strings = np.zeros(rows, np.bool_)
         self.stop_ids = np.full((rows, 1), NO_TOKEN, np.int32)
-        self.owner: list[Sequence | None] = [None] * rows
+        self.owner = np.full(rows, None)  # Sequence | None
         self._free = list(range(limits.max_num_seqs - 1, -1, -1))
 
     @property
@@ -54,7 +54,7 @@ class Slots:
         """Give `seq` a free slot and copy its numbers in."""
         slot = self._free.pop()
         n = seq.num_known
-        self.tokens[slot, :n] = seq.token_ids[:n]
+        self.tokens[slot, :n], self.tokens[slot, n:] = seq.token_ids[:n], NO_TOKEN
         self.token_times[slot, :n] = seq.token_times[:n]
         seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
         self.num_known[slot] = n

@@ -26,8 +26,8 @@ class StopStrings:
 
     def push(self, text: str, watched: bool) -> str:
         """The text that `text` decides, "" after a string was found. Only a watched one ends it."""
-        if self.found is not None:
-            return ""
+        if self.found is not None or not self._strings:
+            return "" if self.found else text
         known, both = len(self._held), self._held + text
         matches = []
         for string in self._strings if watched else ():

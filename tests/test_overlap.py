@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
-import sys
 import weakref
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,10 +25,12 @@ from plugins.kv.paged import Paged
 from plugins.sched.fifo import Fifo
 
 NEW_TOKENS = 7
-RUNS = {
-    "depth 0": (False, nullcontext),
-    "depth 1": (True, nullcontext),
-    "late": (True, running_late),
+AHEAD = "no seat free"  # a step is launched before events are built, its room taken even before
+RUNS = {  # overlap, the device, seats for three requests
+    "depth 0": (False, nullcontext, 4),
+    "depth 1": (True, nullcontext, 4),
+    "late": (True, running_late, 4),
+    AHEAD: (True, running_late, 3),
 }
 FARTHEST = ["depth 0", "late"]
 ROOM = [("recompute", False), ("recompute", True), ("swap", False), ("swap", True)]
@@ -85,8 +86,8 @@ def path(tmp_path_factory):
 
 @contextmanager
 def engine_of(path, run="depth 0", **options):
-    overlap, device = RUNS[run]
-    defaults = {"model": str(path), "device": "cpu", "max_model_len": 64, "max_num_seqs": 4}
+    overlap, device, seats = RUNS[run]
+    defaults = {"model": str(path), "device": "cpu", "max_model_len": 64, "max_num_seqs": seats}
     defaults |= {"max_num_batched_tokens": 64, "overlap": overlap}
     with device() as late, Engine(**{**defaults, **options}) as engine:
         engine.tokenizer, engine.late = Spelled(), late
@@ -166,7 +167,7 @@ def test_a_stop_id_a_stop_string_and_an_abort_on_every_step(path, greedy, offset
     all_params = [params_of(stop_token_ids=[greedy[0][offset]]), params_of(stop=text[-5:])]
     all_params.append(params_of(max_tokens=30, frequency_penalty=0.5))
     found = {}
-    for run, (overlap, _) in RUNS.items():
+    for run, (overlap, *_) in RUNS.items():
         with engine_of(path, run) as engine:
 
             def abort(step, engine=engine):
@@ -179,7 +180,7 @@ def test_a_stop_id_a_stop_string_and_an_abort_on_every_step(path, greedy, offset
             assert len(outputs[2].token_ids) == max(0, offset - overlap)
         assert found[run][0][::2] == (greedy[0][: greedy[0].index(greedy[0][offset]) + 1], "stop")
         assert found[run][1][::2] == (greedy[1][: offset + 1], "stop")
-    assert found["depth 0"] == found["depth 1"] == found["late"]
+    assert all(ended == found["depth 0"] for ended in found.values())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -205,7 +206,7 @@ def test_what_a_stop_costs_too_much(path, greedy, overlap):
 # -------- giving way, on every step
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ["depth 0", "depth 1", "late"])
 @pytest.mark.parametrize(("preemption", "sharing"), ROOM)
 def test_giving_way_on_every_step(path, mixed, run, preemption, sharing):
     """Each request in turn, decoding or in the middle of its prompt, beside two that go on. A token
@@ -239,7 +240,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("run", FARTHEST)
+@pytest.mark.parametrize("run", [*FARTHEST, AHEAD])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("how", ENDS)
 def test_who_has_ended_in_flight_gives_nothing_back_twice(path, greedy, run, preemption, how):
@@ -290,6 +291,29 @@ def test_an_abort_of_one_that_has_given_way(path, mixed, run, preemption, sharin
                 assert ended.finish_reason == "abort"
                 assert ended.token_ids == wanted[victim][0][: at - 1]
                 assert ends(outputs) == wanted[:victim] + wanted[victim + 1 :]
+
+
+@pytest.mark.parametrize(("preemption", "sharing"), ROOM)
+def test_no_room_and_an_abort_while_no_seat_is_free(path, mixed, preemption, sharing):
+    """On every step, each request in turn: what is launched ahead of events, and room that is taken
+    ahead of a plan, belong to nobody who has given way or left."""
+    all_params, wanted = mixed
+    num_given_way = 0
+    with tight_engine(path, AHEAD, preemption, sharing) as engine:
+        for victim, at, wait in itertools.product(range(3), range(2, 8), range(4)):
+            engine.kv.short, engine.sched.gives_way = False, str(victim)
+
+            def no_room_then_abort(step, engine=engine, victim=victim, at=at, wait=wait):
+                engine.kv.short |= step == at
+                if step == at + wait:
+                    engine.abort(str(victim))
+
+            outputs = serve(engine, all_params, no_room_then_abort)
+            ended = outputs.pop(victim)
+            num_given_way += ended.metrics.num_preemptions
+            assert ended.token_ids == wanted[victim][0][: len(ended.token_ids)]
+            assert ends(outputs) == wanted[:victim] + wanted[victim + 1 :]
+    assert num_given_way > 10
 
 
 def test_keys_on_the_host_go_when_their_request_is_aborted(path):
@@ -503,45 +527,3 @@ def test_steps_in_flight_share_no_staging_buffer(path, mixed, depth):
         assert first.token_ids == again.token_ids and again.metrics.num_cached_tokens == 54
         assert engine.counters.num_extra_plans > 0
         assert late.num_waits == 0
-
-
-# -------- the hot path
-
-
-def num_operations(function):
-    """How many bytecodes Python runs in `function`: what is done in a loop counts each time."""
-    count = SimpleNamespace(opcodes=0)
-
-    def trace(frame, event, arg):
-        frame.f_trace_opcodes = True
-        count.opcodes += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count.opcodes
-
-
-def test_the_host_does_no_more_for_a_decode_step_of_more_rows(path):
-    """Slots, not objects: nothing of a plan and of its staging is done row by row."""
-
-    def costs(rows):
-        settings = {"kv.block_size": 32}  # so that no row asks for room
-        options = {"max_num_seqs": rows, "max_num_batched_tokens": 1024, "settings": settings}
-        with engine_of(path, enable_prefix_caching=False, **options) as engine:
-            for i in range(rows):
-                params = params_of(max_tokens=30, temperature=0.5, top_k=5, presence_penalty=1.0)
-                engine.add_request(prompts()[0], params, str(i))
-            for _ in range(3):
-                engine.step()
-            plans = []
-            planning = num_operations(lambda: plans.append(engine._schedule.plan()))
-            staging = num_operations(lambda: engine._executor._stage(plans[0]))
-            assert plans[0].num_decodes == len(plans[0].slots) == rows
-        return planning, staging
-
-    assert costs(4) == costs(64)

@@ -247,9 +247,6 @@ class VirtualEngine:
 
     def _finish(self, seq: Sequence) -> None:
         self.schedule.remove(seq)
-        self.kv.on_slot(seq, None)
-        self.kv.release(seq)
-        self.slots.give_back(seq)
         del self._live[seq]
 
     # ---------------------------------------------------------------------------------- steps

@@ -121,8 +121,8 @@ class Peer(ABC):
 class Call(NamedTuple):
     """One call of `Engine.step`: when, what it launched, what arrived with it.
 
-    `num_prefill` and `num_decodes` are tokens of the step that was launched; `news` has (key,
-    tokens) of steps that landed.
+    `num_prefill` and `num_decodes` are tokens of what was launched; `news` has (key, tokens) of
+    steps that landed.
     """
 
     begin_s: float

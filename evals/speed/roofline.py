@@ -8,9 +8,10 @@ are those of the blocks for every token, of the head for every token that is sam
 causal attention. Padding, activations and what is written are not counted: they are not needed.
 
 Contexts follow from the tokens that a request has got. Which prompts a step computed is not public:
-its prompt tokens, whose number is, go to the requests in the order of their first tokens. So totals
-are exact, and single steps are where prompts are computed one after the other. Recomputed prompt
-tokens count in the blocks alone.
+its prompt tokens, whose number is, go to the requests in the order of their first tokens, and where
+a call launches two steps (the last seat has been taken) to the first of them. So totals are exact,
+and single steps are where prompts are computed one after the other. Recomputed prompt tokens count
+in the blocks alone.
 """
 
 from __future__ import annotations
@@ -88,14 +89,16 @@ def floor_s(facts: ModelFacts, step: Step, ceilings: Ceilings, token_bytes: floa
 
 
 def steps_of(calls: Iterable[Call], prompt_lens: Mapping[int, int], depth: int) -> list[Step]:
-    """The steps that landed, in order. `depth` is how many a call leaves in flight."""
+    """The steps that landed, in order. `depth` is how many a call leaves in flight, where seats are
+    free."""
     in_flight: deque[Step] = deque()
     landed: list[Step] = []
     num_known = dict(prompt_lens)
     first: dict[int, None] = {}  # keys, in the order of their first tokens
     for call in calls:
-        for _ in range(call.num_launched):
-            in_flight.append(Step(None, call.begin_s, call.end_s, call.num_prefill))
+        for i in range(call.num_launched):
+            num_prefill = 0 if i else call.num_prefill
+            in_flight.append(Step(None, call.begin_s, call.end_s, num_prefill))
         if len(in_flight) <= (depth if call.num_launched else 0):
             continue
         step = in_flight.popleft()

@@ -77,9 +77,6 @@ class Queue:
         for slot in self.planned.slots[self.planned.num_decodes :].tolist():
             seq = s.owner[slot]
             self.schedule.remove(seq)
-            self.kv.on_slot(seq, None)
-            self.kv.release(seq)
-            s.give_back(seq)
             self.now += 1e-4
             self.add(seq.num_prompt, 1)
         running = list(self.schedule.decoding)
