@@ -5,6 +5,7 @@ All intervals are two-sided with 95 % confidence, unless a function says otherwi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence as Seq
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,20 @@ def paired_lower_bound(num_gained: int, num_lost: int, n: int) -> float:
     the paired-sample design", Statistics in Medicine 17 (1998): the difference at which the score
     statistic is the normal quantile, found by bisection.
     """
-    z, low, high = NormalDist().inv_cdf(CONFIDENCE), -1.0, (num_gained - num_lost) / n
+    return _lowest_difference(num_gained, num_lost, n, NormalDist().inv_cdf(CONFIDENCE))
+
+
+def paired_interval(num_gained: int, num_lost: int, n: int) -> Interval:
+    """Of the same difference, by the same method, two-sided; all of [-1, 1] where n is 0."""
+    if not n:
+        return -1.0, 1.0
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    low = _lowest_difference(num_gained, num_lost, n, z)
+    return low, -_lowest_difference(num_lost, num_gained, n, z)
+
+
+def _lowest_difference(num_gained: int, num_lost: int, n: int, z: float) -> float:
+    low, high = -1.0, (num_gained - num_lost) / n
     for _ in range(60):
         middle = (low + high) / 2
         if _score(num_gained, num_lost, n, middle) > z:
@@ -46,6 +60,17 @@ def paired_lower_bound(num_gained: int, num_lost: int, n: int) -> float:
         else:
             high = middle
     return low
+
+
+def mcnemar(num_gained: int, num_lost: int) -> float:
+    """The exact two-sided p that gains and losses on the same items are equally likely.
+
+    McNemar, "Note on the sampling error of the difference between correlated proportions or
+    percentages", Psychometrika 12 (1947), by the binomial distribution; 1 where there are neither.
+    """
+    n, fewer = num_gained + num_lost, min(num_gained, num_lost)
+    tail = sum(math.comb(n, k) for k in range(fewer + 1))
+    return min(1.0, float(2 * tail / 2**n))
 
 
 def _score(num_gained: int, num_lost: int, n: int, difference: float) -> float:

@@ -44,6 +44,31 @@ def read_documents(sources: list[str], choice: Choice) -> list[Document]:
     return list(found.values())
 
 
+def read_rows(
+    source: str, choice: Choice, fields: tuple[str, ...], options: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """The first `choice.limit` rows of a source, the texts of `fields` of each.
+
+    `options` are those of the command that choose the fields, for what is said where one is not
+    there. Raises UserError as `read_documents` does; numbers are taken as they are written.
+    """
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".txt":
+        kinds = ", ".join(_SUFFIXES[1:])
+        raise UserError(f"{source} has no rows: give one of {kinds}, or a data set of the hub")
+    rows = itertools.islice(_rows(path, source, choice), choice.limit)
+    found = [
+        tuple(
+            _text(row, field, f"row {number} of {source}", option)
+            for field, option in zip(fields, options, strict=True)
+        )
+        for number, row in enumerate(rows, 1)
+    ]
+    if not found:
+        raise UserError(f"{source} has no rows: name another")
+    return found
+
+
 def _documents(source: str, choice: Choice) -> Iterator[Document]:
     path = Path(source)
     if path.is_dir():
@@ -103,12 +128,14 @@ def _hub(source: str, split: str) -> Iterator[Any]:
         yield from load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _text(row: Any, field: str, where: str) -> str:
+def _text(row: Any, field: str, where: str, option: str = "--field") -> str:
     """The text of a row: a string by itself, or the field of an object."""
     value = row.get(field) if isinstance(row, Mapping) else row
+    if isinstance(value, int | float) and option != "--field":
+        return str(value)
     if isinstance(value, str):
         return value
     if isinstance(row, Mapping):
         has = ", ".join(map(str, row)) or "nothing"
-        raise UserError(f"{where} has no string in {field!r}: choose --field from {has}")
+        raise UserError(f"{where} has no string in {field!r}: choose {option} from {has}")
     raise UserError(f"{where} is no object and no string: give rows with the field {field!r}")

@@ -1,51 +1,44 @@
-"""From arguments to the record: engines are built, documents scored, numbers judged."""
+"""Both arms over the same texts, teacher-forced: engines are built, documents scored, judged."""
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from core.config import versions
 from core.errors import UserError
-from evals import records
-from evals.quality.data import Choice, read_documents
+from evals.quality.arms import Arms
 from evals.quality.lockstep import Compared, Pair, compare
 from evals.quality.statistics import of_document, statistics
-from evals.quality.verdicts import judge, limits_of, overall
+from evals.quality.verdicts import Finding, judge, judge_stored, limits_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from core.engine import Engine
     from core.show import Progress
     from evals.tiny.documents import Document
 
-Settings = Mapping[str, Any]
+Found = tuple[dict[str, Any], list[Finding]]
 MAX_RAW_POSITIONS = 16_384  # up to so many, a record holds every one
-_CUDA_BYTES = "4GiB"  # a share of the GPU would leave nothing to the next engine
+CHUNK_TOKENS = 16  # of a chunk, where scoring in chunks is held beside scoring as a whole
+CHUNKED_TOKENS, NUM_CHUNKED = 256, 8  # of a document, and documents, for that
+_NUM_WORST = 8
+_SHOWN_TOKENS = 48
 
 
-def measure(
-    args: argparse.Namespace, settings: Settings, of_base: Settings, progress: Progress
-) -> dict[str, Any]:
-    """The record of a run: arguments, machine, engines, statistics, documents, findings, verdict.
-
-    `settings` are those of the offer in question, whose parts beside kv hold for the reference
-    too. Raises UserError and RunError.
-    """
-    if wrong := [key for key in of_base if not key.startswith("kv.")]:
-        raise UserError(f"--set-against takes options of kv, not {wrong[0]}: give it to --set")
-    choice = Choice(args.field, args.split, args.limit)
-    documents = read_documents(args.data, choice)
-    of_base = {**{k: v for k, v in settings.items() if not k.startswith("kv.")}, **of_base}
+def measure(arms: Arms, documents: list[Document], progress: Progress) -> Found:
+    """The record of the part that reads: engines, statistics, documents; and its findings."""
+    args = arms.args
+    options = {"graphs": "none", "max_model_len": args.tokens, "max_num_seqs": 1}
+    options["enable_prefix_caching"] = False
     with ExitStack() as stack:
-
-        def build(kv: str, own: Settings, dtype: str | None) -> Engine:
-            return stack.enter_context(_engine(args, kv, own, dtype, progress))
-
-        base = build(args.against, of_base, args.dtype)
+        enter = stack.enter_context
+        base = enter(arms.base(progress, **options))
         texts = _token_ids(base, documents, args.tokens)
-        other = build(args.kv, settings, args.dtype)
+        other = enter(arms.other(progress, **options))
         dtype = str(base.config.dtype)
         limits = limits_of(other.plan.kv.offer, dtype)
         pair = f"{args.against} (reference)", args.kv
@@ -55,58 +48,68 @@ def measure(
             for wanted in ("float32", "bfloat16"):
                 name = pair[0] if wanted == dtype else f"{args.against} in {wanted}"
                 if name not in engines:
-                    engines[name] = build(args.against, of_base, wanted)
+                    engines[name] = enter(arms.base(progress, **options, dtype=wanted))
                 floor.append(name)
             pairs["noise_floor"] = floor[0], floor[1]
         found = _scored(engines, list(pairs.values()), texts, args.rows, progress)
         reports = {name: engine.report() for name, engine in engines.items()}
         vocabulary = base.facts.vocab_size
+        stored = []
+        if all(one.finite.all() for one in found[pair]):
+            chunked = enter(arms.other(progress, **options, chunk_size=CHUNK_TOKENS))
+            stored = _in_chunks(other, chunked, list(texts.values()), progress)
+        worst = _worst(base, texts, found[pair])
     numbers = {
         what: {"reference": one[0], "other": one[1],
                **statistics(found[one], limits.values["tail_kl"], args.seed)}
         for what, one in pairs.items()
     }  # fmt: skip
     findings = judge(found[pair], numbers["offer"], limits, args.seed)
-    return {
-        "arguments": vars(args),
-        "machine": records.machine(),
-        "versions": versions(("datasets", "numpy")),
+    if stored:
+        findings.append(judge_stored(stored, numbers["offer"]["mean_kl"], limits, args.seed))
+    record = {
         "engines": reports,
         "vocabulary": vocabulary,
         "limits": limits._asdict(),
-        "verdict": overall(findings),
-        "findings": [finding._asdict() for finding in findings],
         "comparisons": numbers,
         "num_documents_left_out": len(documents) - len(texts),
         "documents": _by_document(list(texts), pairs, found),
+        "worst": worst,
         "positions": _raw(pairs, found),
     }
+    return record, findings
 
 
-def _engine(
-    args: argparse.Namespace, kv: str, settings: Settings, dtype: str | None, progress: Progress
-) -> Engine:
-    """One sequence at a time, in eager steps: a pass that scores is never captured."""
-    import torch
+def _in_chunks(
+    whole: Engine, chunked: Engine, texts: list[list[int]], progress: Progress
+) -> list[NDArray[np.float64]]:
+    """The divergence between two ways to score the same short beginnings of documents."""
+    engines, pair = {"whole": whole, "in chunks": chunked}, ("whole", "in chunks")
+    found = []
+    for ids in texts[:NUM_CHUNKED]:
+        # Slices end with a chunk, so that those of both have to be of its size.
+        one = compare(engines, [pair], ids[:CHUNKED_TOKENS], CHUNK_TOKENS)[pair]
+        found.append(one.kl)
+        progress("score in chunks", len(found), min(NUM_CHUNKED, len(texts)))
+    return found
 
-    from core.engine import Engine
 
-    on_cuda = torch.cuda.is_available() if args.device is None else args.device != "cpu"
-    return Engine(
-        model=args.model,
-        kv=kv,
-        graphs="none",
-        settings=settings,
-        plugins=tuple(args.plugins),
-        device=args.device,
-        dtype=dtype,
-        max_model_len=args.tokens,
-        max_num_seqs=1,
-        kv_cache_bytes=args.kv_cache_bytes or (_CUDA_BYTES if on_cuda else None),
-        enable_prefix_caching=False,
-        seed=args.seed,
-        progress=lambda stage, done, total: progress(f"{stage} {kv}", done, total),
-    )
+def _worst(
+    engine: Engine, texts: Mapping[Document, list[int]], found: list[Compared]
+) -> list[dict[str, Any]]:
+    """The positions where the arms diverge most, one a document: what stood before, what came."""
+    rows: list[dict[str, Any]] = []
+    for (document, ids), one in zip(texts.items(), found, strict=True):
+        at = int(one.kl.argmax())
+        before = engine.tokenizer.decode(ids[max(0, at + 1 - _SHOWN_TOKENS) : at + 1])
+        came = engine.tokenizer.decode(ids[at + 1 : at + 2])
+        about = f"{document.kind}, {document.name}, position {at:,}: KL {one.kl[at]:.3g}"
+        shown = {
+            arm: f"{before} → {came!r} with probability {math.exp(-nats[at]):.4f}"
+            for arm, nats in (("reference", one.base_nats), ("other", one.nats))
+        }
+        rows.append({"about": about, "kl": float(one.kl[at]), **shown})
+    return sorted(rows, key=lambda row: -float(row["kl"]))[:_NUM_WORST]
 
 
 def _token_ids(engine: Engine, documents: list[Document], most: int) -> dict[Document, list[int]]:

@@ -1,8 +1,8 @@
-"""The record of a run as tables: by position, whole, the findings, and the verdict."""
+"""The record of a run as tables: what each part found, the findings, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any, TextIO
 
 from core.show import console, print_rows
@@ -15,22 +15,111 @@ _WORDS = {
 
 
 def show(record: Mapping[str, Any], file: TextIO) -> None:
-    """Tables of every comparison, then the findings and the verdict in one line."""
+    """Tables of every part, then the findings and the verdict in one line."""
     screen = console(file)
-    for numbers in record["comparisons"].values():
-        screen.print(
-            f"\n{numbers['other']} beside {numbers['reference']}: {numbers['num_positions']:,} "
+    for title, rows, words in tables(record):
+        screen.print(f"\n{title}")
+        print_rows(rows, file)
+        if words:
+            screen.print(words)
+    limits = record.get("limits")
+    screen.print(f"\nlimits: {limits['source']}" if limits else "\nlimits")
+    print_rows(finding_rows(record), file)
+    screen.print(said(record))
+
+
+def said(record: Mapping[str, Any]) -> str:
+    """The verdict in one line."""
+    return f"{record['verdict']}: {_WORDS[record['verdict']].format(record['kv'])}"
+
+
+Table = tuple[str, list[dict[str, str]], str]
+
+
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
+    """Of each part that a record has: a title, rows, and what there is to say below them."""
+    for numbers in record.get("comparisons", {}).values():
+        rows = [_row(f"{row['first']:,}-{row['last']:,}", row) for row in numbers["buckets"]]
+        title = (
+            f"{numbers['other']} beside {numbers['reference']}: {numbers['num_positions']:,} "
             f"positions of {numbers['num_documents']} documents"
         )
-        rows = [_row(f"{row['first']:,}-{row['last']:,}", row) for row in numbers["buckets"]]
-        print_rows([*rows, _row("all", numbers)], file)
-        screen.print(_in_words(numbers))
-    if left := record["num_documents_left_out"]:
-        screen.print(f"left out: {left} documents of fewer than two tokens")
-    screen.print(f"\nlimits: {record['limits']['source']}")
-    print_rows([_finding(finding) for finding in record["findings"]], file)
-    said, name = record["verdict"], record["comparisons"]["offer"]["other"]
-    screen.print(f"{said}: {_WORDS[said].format(name)}")
+        yield title, [*rows, _row("all", numbers)], _in_words(numbers)
+    if left := record.get("num_documents_left_out"):
+        yield f"left out: {left} documents of fewer than two tokens", [], ""
+    for part in record.get("generation", {}).get("temperatures", ()):
+        yield from _generation(part)
+    if part := record.get("recall"):
+        rows = [_shares(kind, row) for kind, row in part["kinds"].items()]
+        cached = part["share_cached"]["other"]
+        words = f"{cached:.0%} of the prompts' tokens were found in shared blocks"
+        yield f"recall, in the style {part['style']}: share found", rows, words
+        for kind, row in part["kinds"].items():
+            title = f"{kind}, found of all, reference → other, by length and depth"
+            yield title, _grid(row["cells"]), ""
+    if part := record.get("tasks"):
+        rows = [_shares(name, row) for name, row in part["tasks"].items()]
+        yield "tasks: share solved", rows, ""
+
+
+def finding_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The findings as rows of text."""
+    return [_finding(finding) for finding in record["findings"]]
+
+
+def _generation(part: Mapping[str, Any]) -> Iterator[Table]:
+    rows = []
+    for name in (
+        *(f"rep{n}" for n in (1, 2, 3, 4)),
+        *(f"distinct{n}" for n in (1, 2, 3)),
+        "length",
+    ):
+        row = part[name]
+        rows.append(
+            {
+                "of a text": name,
+                "reference": f"{row['reference']:.4f}",
+                "other": f"{row['other']:.4f}",
+                "difference": _number(row["difference"]) + _span(row["interval"]),
+            }
+        )
+    title = f"{part['n']} texts of {part['num_documents']} documents at temperature "
+    free = part["without_loops"]
+    num = [free["n"] - free["num_right"][arm] for arm in ("reference", "other")]
+    words = f"with a loop: {num[0]} and {num[1]} texts, {free['num_lost']} of them new"
+    yield f"{title}{part['temperature']:g}", rows, words
+    curve = [
+        {
+            "tokens": f"{row['tokens']:,}",
+            "texts still the same": f"{row['num_same']} = {row['share']:.1%}"
+            + _span(row["interval"], ".3f"),
+        }
+        for row in part["survival"]
+    ]
+    yield f"how long texts stay the same at temperature {part['temperature']:g}", curve, ""
+
+
+def _shares(name: str, row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "of": name,
+        "n": f"{row['n']:,}",
+        "reference": f"{row['reference']:.4f}" + _span(row["reference_interval"], ".4f"),
+        "other": f"{row['other']:.4f}" + _span(row["other_interval"], ".4f"),
+        "lost": f"{row['num_lost']}",
+        "gained": f"{row['num_gained']}",
+        "difference": f"{row['difference']:+.4f}" + _span(row["interval"], "+.4f"),
+        "McNemar p": f"{row['mcnemar_p']:.3g}",
+    }
+
+
+def _grid(cells: Seq[Mapping[str, Any]]) -> list[dict[str, str]]:
+    depths = sorted({cell["depth"] for cell in cells})
+    rows: dict[int, dict[str, str]] = {}
+    for cell in cells:
+        blank = {"length": f"{cell['length']:,}", **{f"depth {depth:g}": "-" for depth in depths}}
+        text = f"{cell['reference']} → {cell['other']} of {cell['n']}"
+        rows.setdefault(cell["length"], blank)[f"depth {cell['depth']:g}"] = text
+    return [rows[length] for length in sorted(rows)]
 
 
 def _row(where: str, numbers: Mapping[str, Any]) -> dict[str, str]:

@@ -97,7 +97,8 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, key_R2: Tensor, out_R: Tens
     index = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_RV.device)
     _scores_kernel[(num_blocks, num_rows)](
         logits_RV, temperature_R, key_R2, best, index, num_blocks, logits_RV.stride(0),
-        V=num_entries, ELEMENTS=_ELEMENTS, LN_2=_LN_2, CUDA=best.is_cuda, num_warps=4, **early(best.device),
+        V=num_entries, ELEMENTS=_ELEMENTS, LN_2=_LN_2, CUDA=best.is_cuda, num_warps=4,
+        **early(best.device),
     )  # fmt: skip
     padded = triton.next_power_of_2(num_blocks)
     _best_kernel[(num_rows,)](
