@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.speed.figures import SPANS, readme_tables, record, speed_tables
-from plugins.fusion.triton import MAX_FEW_ROWS
+from evals.speed.figures import PRODUCTS, SPANS, readme_tables, record, speed_tables
+from plugins.fusion.triton import MAX_FEW_ROWS, MAX_TILE_ROWS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,10 +54,11 @@ def test_the_tables_of_speed_are_those_of_the_records(document, tables):
 
 
 def test_a_span_is_used_only_where_it_is_faster_than_its_nodes():
-    slower = [row for row in record(SPANS)["rows"] if row.get("verdict", "faster") != "faster"]
+    rows = [row for name in (SPANS, PRODUCTS) for row in record(name)["rows"]]
+    slower = [row for row in rows if row.get("verdict", "faster") != "faster"]
     assert not slower, f"{slower[0]['span']} at {slower[0]['tokens']} tokens"
-    few = {r["tokens"] for r in record(SPANS)["rows"] if r["span"] == "linear" and "ratio" in r}
-    assert max(few) == MAX_FEW_ROWS < max(r["tokens"] for r in record(SPANS)["rows"])
+    timed = {(row["span"], row["tokens"]) for row in rows if row["status"] == "timed"}
+    assert {("linear", MAX_FEW_ROWS), ("linear_add_norm", MAX_TILE_ROWS)} <= timed
 
 
 def test_the_readme_shows_commands_and_code():

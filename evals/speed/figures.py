@@ -18,12 +18,20 @@ STEPS = "steps-qwen3-0.6b-h200.json"
 LONG_STEPS = "steps-4096-qwen3-0.6b-h200.json"
 INT8_STEPS = "steps-paged_int8-qwen3-0.6b-h200.json"
 OTHER_STEPS = {
-    "Qwen2.5-0.5B": "steps-qwen2.5-0.5b-h200.json",
-    "Qwen3-4B": "steps-qwen3-4b-h200.json",
+    "Qwen2.5-0.5B": ("steps-qwen2.5-0.5b-h200.json",),
+    "Qwen3-4B": ("steps-small-qwen3-4b-h200.json", "steps-qwen3-4b-h200.json"),
 }
 SPANS = "span-times-qwen3-0.6b-h200.json"
+PRODUCTS = "span-times-products-qwen3-0.6b-h200.json"
+ONE_ROW = ("norm_linear", "linear_add")
+FEW_ROWS = ("linear", "linear_act", "linear_add_norm")
+HOST_PATH = "host-path-qwen3-0.6b-h200.json"
 LEVERS = "lever-{}-qwen3-0.6b-h200.json"
 DUEL = "duel-vllm-qwen3-0.6b-h200.json"
+BENCH = {
+    "paged": "bench-qwen3-0.6b-h200.json",
+    "paged_int8": "bench-paged_int8-qwen3-0.6b-h200.json",
+}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -78,15 +86,17 @@ def columns_table(by_name: Mapping[str, Seq[dict[str, Any]]], what: str) -> str:
     return table(("step", *named), rows)
 
 
-def spans_table(found: dict[str, Any], names: Seq[str], tokens: Seq[int]) -> str:
-    """Of a record of evals.speed.span_times: µs of a span, and of the plain nodes in its place;
-    all spans of the record where there are no `names`."""
+def spans_table(
+    found: dict[str, Any], tokens: Seq[int], only: Seq[str] = (), but: Seq[str] = ()
+) -> str:
+    """Of a record of evals.speed.span_times: µs of a span, and of the plain nodes in its place, of
+    spans of these names or of all but those."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for row in found["rows"]:
-        if (row["span"] in names or not names) and row["status"] == "timed":
+        is_wanted = row["span"] in only if only else row["span"] not in but
+        if is_wanted and row["status"] == "timed" and row["tokens"] in tokens:
             us = row["p50_us"]
-            name = row["span"] if names else f"{row['fusion']}:{row['span']}"
-            cells = rows.setdefault((name, row["nodes"]), {})
+            cells = rows.setdefault((f"{row['fusion']}:{row['span']}", row["nodes"]), {})
             cells[row["tokens"]] = f"{us['span']:.1f} / {us['plain']:.1f}"
     head = ("span", "nodes", *(f"{n:,} tokens" if n > 1 else "1 token" for n in tokens))
     return table(
@@ -127,20 +137,30 @@ def figures_of_lever(name: str, keys: Mapping[str, str]) -> str:
     return table(("arm", *keys), rows)
 
 
-def duel_table(found: dict[str, Any]) -> str:
-    """Of a record of evals.speed.bench with a peer: medians of each figure over repetitions."""
-    arms: dict[str, dict[str, float]] = {}
-    for row in found["rows"]:
-        # Sums of tokens and of requests say what output tokens say.
-        if row["p50"] is not None and not row["figure"].startswith(("total_", "request_")):
-            arms.setdefault(f"{row['workload']} {row['figure']}", {})[row["arm"]] = row["p50"]
-    peer = next(arm for row in found["rows"] if (arm := row["arm"]) not in ("ours", "ours again"))
-    rows = [
-        (figure, f"{of['ours']:,.5g}", f"{of[peer]:,.5g}", f"{of['ours'] / of[peer]:.2f}")
-        for figure, of in arms.items()
-        if {"ours", peer} <= set(of)
-    ]
-    return table(("figure", "outweigh", peer, "ratio"), rows)
+def host_table(found: dict[str, Any]) -> str:
+    """Of a record of evals.speed.host_path: µs a step."""
+    keys = ("sequences", "harvest", "plan", "stage", "launch", "events", "host", "wait", "path")
+    return table(keys, [[f"{row[key]:,.0f}" for key in keys] for row in found["us"]])
+
+
+def bench_table(by_column: Mapping[str, dict[str, str]], ratio: bool = False) -> str:
+    """Of records of evals.speed.bench, column -> {"record", "arm"}: medians over repetitions. With
+    `ratio` that of the first column to the second, of the figures that both have."""
+    figures: dict[str, dict[str, float]] = {}
+    for column, where in by_column.items():
+        for row in record(where["record"])["rows"]:
+            is_sum = row["figure"].startswith(("total_", "request_"))  # what output tokens say
+            if row["arm"] == where["arm"] and row["p50"] is not None and not is_sum:
+                figures.setdefault(f"{row['workload']} {row['figure']}", {})[column] = row["p50"]
+    first, *rest = by_column
+    rows = []
+    for figure, of in figures.items():
+        cells = [f"{of[column]:,.5g}" if column in of else "" for column in by_column]
+        if ratio and len(of) == len(by_column):
+            cells.append(f"{of[first] / of[rest[0]]:.2f}")
+        if not ratio or len(of) == len(by_column):
+            rows.append((figure, *cells))
+    return table(("figure", *by_column, *(["ratio"] if ratio else [])), rows)
 
 
 def readme_tables() -> list[str]:
@@ -154,19 +174,22 @@ def readme_tables() -> list[str]:
 
 def speed_tables() -> list[str]:
     """Those of the README beside this module, in its order."""
-    few = ("norm_linear", "linear_add", "linear", "linear_act")
-    others = {name: [record(file)] for name, file in OTHER_STEPS.items()}
+    others = {name: [record(file) for file in files] for name, files in OTHER_STEPS.items()}
     occupancy = {"preemptions": ".0f", "recomputed tokens": ".0f", "steps": ".0f"}
+    duel = {"outweigh": {"record": DUEL, "arm": "ours"}, "vllm": {"record": DUEL, "arm": "vllm"}}
     return [
-        spans_table(record(SPANS), few, (1, 2, 8, 16)),
-        spans_table(record(SPANS), (), (1, 16, 64, 256, 1024, 4096, 16384)),
+        spans_table(record(SPANS), (1,), only=ONE_ROW),
+        spans_table(record(PRODUCTS), (2, 8, 16, 32, 64), only=FEW_ROWS),
+        spans_table(record(SPANS), (1, 16, 64, 256, 1024, 4096, 16384), but=ONE_ROW + FEW_ROWS),
         lever_table("graphs", "ms"),
         figures_of_lever("graphs", {"capture_s": ".2f", "num_shapes": "d", "graph_bytes": ",d"}),
         lever_table("kv_write", "ms"),
         lever_table("block_size", "tok/s"),
         figures_of_lever("block_size", occupancy | {"room filled": ".2f", "fragmentation": ".2f"}),
         columns_table(others, "Qwen3-4B"),
-        duel_table(record(DUEL)),
+        host_table(record(HOST_PATH)),
+        bench_table({kv: {"record": file, "arm": "ours"} for kv, file in BENCH.items()}),
+        bench_table(duel, ratio=True),
     ]
 
 
