@@ -156,6 +156,12 @@ def test_memory_comes_back_on_close(checkpoint):
     assert held() - before < 1 << 20
 
 
+def test_the_collector_looks_at_what_is_new_alone(checkpoint):
+    with engine(checkpoint):
+        assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() == 0
+
+
 def test_the_budget_is_what_is_left(checkpoint, monkeypatch):
     """kv_cache_bytes=None: what weights, activations and graphs leave of the share that may be
     used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -111,3 +112,12 @@ def test_a_stdout_that_takes_nothing(redirect):
     )
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1)
+
+
+def test_on_a_cpu_the_garbage_collector_is_left_alone(monkeypatch):
+    called = []
+    monkeypatch.setattr(gc, "freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: called.append("unfreeze"))
+    with Engine(model="random:tiny", device="cpu", max_model_len=32) as made:
+        assert made.generate("a", SamplingParams(max_tokens=2))[0].error is None
+    assert called == []
