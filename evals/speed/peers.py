@@ -27,7 +27,7 @@ from core.errors import RunError, UserError, explained
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.engine import Engine
+    from core.engine import Engine, RequestOutput
     from evals.speed.workloads import Request
 
 TEMPERATURE = 0.6
@@ -135,7 +135,8 @@ class Call(NamedTuple):
 
 
 class Ours(Peer):
-    """An Engine of this project. `calls` and `prompt_lens` (by key) record what it was asked."""
+    """An Engine of this project. `calls` and `prompt_lens` (by key) record what it was asked,
+    `ended` what became of it."""
 
     name = "outweigh"
 
@@ -158,12 +159,13 @@ class Ours(Peer):
         self.engine, self.depth = engine, int(bool(config.overlap))
         self.calls: list[Call] = []
         self.prompt_lens: dict[int, int] = {}
+        self.ended: list[RequestOutput] = []
         self.is_alone = False  # whether the device is made to end its work before each step
         self._section: str | None = None
 
     def forget(self) -> None:
         """Begin new records."""
-        self.calls, self.prompt_lens = [], {}
+        self.calls, self.prompt_lens, self.ended = [], {}, []
 
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
         from core.sampling import SamplingParams
@@ -185,7 +187,9 @@ class Ours(Peer):
         launched, prefill, decodes = (now - then for now, then in zip(after, before, strict=True))
         arrived = [(one.key, one.num_tokens) for one in news if one.num_tokens]
         self.calls.append(Call(begin, end, launched, prefill, decodes, arrived, self._section))
-        if errors := [e.output.error for e in events if e.output is not None and e.output.error]:
+        ended = [e.output for e in events if e.output is not None]
+        self.ended += ended
+        if errors := [output.error for output in ended if output.error]:
             raise RunError(f"{len(errors)} requests failed: {errors[0]}")
         return news
 

@@ -1,0 +1,1 @@
+"""A ladder of configurations, one variable apart each, and what each step did."""
