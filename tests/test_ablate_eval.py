@@ -29,7 +29,8 @@ SIZES += " --num-requests 5 --num-lone 2 --prompt-median 12 --max-prompt 40 --ou
 SIZES += " --prefix-tokens 4 --num-prefixes 2 --chunk 16 --lone-prompts 8 30"
 SIZES += " --bandwidth 0.03 --flops 0.1"
 SHORT = f"--model random:tiny {SIZES} --rounds 4"
-FEW = f"{SHORT} --load 0.5 --rungs paged --leave-one-out 0 --no-pressure"
+# A fifth of the capacity: on a busy machine an arm may seem several times as slow as it is.
+FEW = f"{SHORT} --load 0.2 --rungs paged --leave-one-out 0 --no-pressure"
 
 
 def result_of(folder):
@@ -40,18 +41,18 @@ def result_of(folder):
 def ladder(tmp_path_factory):
     """From the bottom to the top."""
     out = tmp_path_factory.mktemp("ablation")
-    rungs = "--rungs paged fusion=* graphs=full swap paged_int8 --load 0.5 --leave-one-out 1"
+    rungs = "--rungs paged fusion=* graphs=full swap paged_int8 --load 0.2 --leave-one-out 1"
     assert main([*f"{SHORT} {rungs}".split(), "--out", str(out)]) == 0
     return out
 
 
 def test_the_embedded_model_is_what_is_measured_on_a_cpu(tmp_path):
-    few = "--rounds 4 --load 0.5 --rungs fusion=* --leave-one-out 0 --no-pressure"
+    few = "--rounds 4 --load 0.2 --rungs fusion=* --leave-one-out 0 --no-pressure"
     few += " --num-requests 3 --num-lone 1"
     assert main([*SIZES.split(), *few.split(), "--out", str(tmp_path)]) == 0
     found = result_of(tmp_path)
     assert found["complete"] and found["common"]["model"] == "tiny"
-    assert found["blocks"]["load-0.5"]["figures"]["ttft_ms p50"]["steps"].keys() == {
+    assert found["blocks"]["load-0.2"]["figures"]["ttft_ms p50"]["steps"].keys() == {
         "fusion=onednn"
     }
 
@@ -63,12 +64,12 @@ def test_a_short_ladder(ladder):
     names = [arm["name"] for arm in found["ladder"]]
     assert names == ["baseline", "paged", "fusion=onednn", "swap", "paged_int8"]
     assert set(found["blocks"]) == {
-        "capacity", "load-0.5", "lone", "pressure--swap", "burst--swap", "scarce--swap",
+        "capacity", "load-0.2", "lone", "pressure--swap", "burst--swap", "scarce--swap",
         "leave-one-out",
     }  # fmt: skip
     assert set(found["engines"]) >= set(names)
     for name in names:
-        arm = found["blocks"]["load-0.5"]["arms"][name]
+        arm = found["blocks"]["load-0.2"]["arms"][name]
         assert arm["num_runs"] == 4 and arm["figures"]["ttft_ms p50"] > 0
         assert 0 < arm["share_of_roofline"] and 0 < arm["busy"] <= 1
         assert arm["peak_held_bytes"] > 0
@@ -77,10 +78,10 @@ def test_a_short_ladder(ladder):
 
 def test_the_steps_of_a_ladder_have_intervals_and_verdicts(ladder):
     found = result_of(ladder)["blocks"]
-    step = found["load-0.5"]["figures"]["ttft_ms p50"]["steps"]["paged"]
+    step = found["load-0.2"]["figures"]["ttft_ms p50"]["steps"]["paged"]
     assert step["low"] < step["ratio"] < step["high"] and step["num_units"] == 4
     assert step["verdict"] in ("faster", "slower", "no change", "inconclusive")
-    refused = found["load-0.5"]["figures"]["ttft_ms p99"]["refused"]
+    refused = found["load-0.2"]["figures"]["ttft_ms p99"]["refused"]
     assert refused["paged"] == "its runs have too few requests for ttft_ms p99"
     scarce, burst = (
         found[f"{kind}--swap"]["arms"]["fusion=onednn"] for kind in ("scarce", "burst")
@@ -115,7 +116,7 @@ def test_the_page_loads_nothing(ladder):
     assert not re.search(r"https?:|\bsrc\s*=|<script|<link|<iframe|@import|url\((?!#)", page)
     assert not re.search(r'href="(?!#)', page)
     for word in (
-        "at 0.5 of the baseline", "TTFT from the bottom to the top", "KV occupancy over time",
+        "at 0.2 of the baseline", "TTFT from the bottom to the top", "KV occupancy over time",
         "Where the TTFT goes", "fusion=onednn", "needs cuda", "kv_cache_bytes",
         "Configuration and environment", "torch",
     ):  # fmt: skip
@@ -126,7 +127,7 @@ def test_the_markdown_has_every_section(ladder):
     text = (ladder / "result.md").read_text()
     assert text.startswith("# Ablation of random:tiny on cpu\n")
     for title in (
-        "The ladder", "Capacity (closed loop)", "At 0.5 of the baseline's capacity",
+        "The ladder", "Capacity (closed loop)", "At 0.2 of the baseline's capacity",
         "One request at a time", "In a burst", "Left out of the whole ladder",
         "What lossy rungs do to the text", "Where the TTFT of a lone prompt goes",
     ):  # fmt: skip
@@ -192,8 +193,8 @@ def test_ctrl_c_writes_what_there_is(tmp_path, monkeypatch, capsys):
     assert main(argv) == 130
     assert "--resume goes on" in capsys.readouterr().err
     found = result_of(tmp_path)
-    assert not found["complete"] and set(found["blocks"]) == {"capacity", "load-0.5"}
-    assert sum(arm["num_runs"] for arm in found["blocks"]["load-0.5"]["arms"].values()) == 3
+    assert not found["complete"] and set(found["blocks"]) == {"capacity", "load-0.2"}
+    assert sum(arm["num_runs"] for arm in found["blocks"]["load-0.2"]["arms"].values()) == 3
     assert "Not complete" in (tmp_path / "report.html").read_text()
     monkeypatch.undo()
     assert main([*argv, "--resume"]) == 0
@@ -201,14 +202,14 @@ def test_ctrl_c_writes_what_there_is(tmp_path, monkeypatch, capsys):
 
 
 def test_an_arm_of_ones_own_and_the_ends(tmp_path):
-    own = f"{SHORT} --load 0.5 --no-pressure --leave-one-out 0 --base kv=paged"
+    own = f"{SHORT} --load 0.2 --no-pressure --leave-one-out 0 --base kv=paged"
     own += " --arm wide=kv.block_size=32 --arm eight=kv=paged_int8 --ends --question generality"
     own += " --rebuild"
     assert main([*own.split(), "--out", str(tmp_path)]) == 0
     found = result_of(tmp_path)
     assert [arm["name"] for arm in found["ladder"]] == ["baseline", "wide", "eight"]
-    assert list(found["blocks"]["load-0.5"]["arms"]) == ["baseline", "baseline again", "eight"]
-    assert "whole ladder" in found["blocks"]["load-0.5"]["figures"]["ttft_ms p50"]["steps"]
+    assert list(found["blocks"]["load-0.2"]["arms"]) == ["baseline", "baseline again", "eight"]
+    assert "whole ladder" in found["blocks"]["load-0.2"]["figures"]["ttft_ms p50"]["steps"]
     assert found["question"].startswith("generality: 4 traces (seeds 0 to 3)")
     assert found["quality"]["eight"]["below"] == "wide"
 
