@@ -3,7 +3,7 @@
 Still a matter of latency where the weight is small: a layer of Qwen3-0.6B (four products, two norms
 and an activation) takes an H200 28.0 µs at 64 rows by cuBLAS and 21.3 by these kernels, which send
 for their weights before they wait for the kernel in front (see plugins.early_launch). Rows that are
-missing cost nothing. Weights beyond 20 MB are a matter of bandwidth, and cuBLAS's (Qwen3-4B's
+missing cost nothing. Weights beyond some 20 MB are a matter of bandwidth, and cuBLAS's (Qwen3-4B's
 gate_up at 64 rows: 30.7 µs against 34.0).
 
 A product of few outputs is shared out along K too, or most of the device would idle: its parts are
