@@ -229,6 +229,7 @@ class Engine(AbstractContextManager["Engine"]):
     def abort(self, request_id: str) -> None:
         """End a request now; what it has written so far is its output. Unknown and finished ids are
         ignored."""
+        self._settle()
         if request := self._requests.get(request_id):
             self._finish(request, "abort")
 
@@ -297,8 +298,6 @@ class Engine(AbstractContextManager["Engine"]):
         now = perf_counter()
         # A step begins with its launch, or with the end of the one before it.
         begun, self._landed_s = max(begun, self._landed_s), now
-        if self._observe is not None:
-            self._observe(int(step.plan.query_lens.sum()), len(step.plan.slots), now - begun)
         ids = step.token_ids[live]
         s.tokens[slots, known] = ids
         s.token_times[slots, known] = now
@@ -308,6 +307,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._unsettled.append((step, live, owners, ended, stopped))
         for seq in owners[ended].tolist():
             self._schedule.remove(seq)
+        if self._observe is not None:  # last: it may abort requests
+            self._observe(int(step.plan.query_lens.sum()), len(step.plan.slots), now - begun)
 
     def _settle(self) -> None:
         """What is to be done for each row of a step that has landed, and no plan waits for."""
@@ -358,8 +359,7 @@ class Engine(AbstractContextManager["Engine"]):
     # -------- ending
 
     def _finish(self, request: _Request, how: str, error: str | None = None) -> None:
-        """End a request at once. `how` is the finish_reason."""
-        self._settle()
+        """End a request whose tokens are settled. `how` is the finish_reason."""
         self._schedule.remove(request.seq)
         self._conclude(request, how, error)
 

@@ -20,6 +20,7 @@ def outweigh_register_kv(register: Register) -> None:
     register("contiguous", "plugins.kv.contiguous:Contiguous")
     register("paged", "plugins.kv.paged:Paged")
     register("paged_int8", "plugins.kv.paged_int8:PagedInt8")
+    register("paged_int4", "plugins.kv.paged_int4:PagedInt4")
 
 
 @hookimpl
@@ -60,12 +61,24 @@ def outweigh_check_combination(plan: Plan) -> list[str]:
         refusals.append(
             "fusion 'onednn' has no products in float16: choose --fusion none, or --dtype bfloat16"
         )
+    if plan.config.device != "cpu":
+        refusals += _without_kernels(plan)
     if plan.graphs.offer.captures and getattr(plan.fusion.config, "verify", False):
         refusals.append(
             "fusion.verify compares on the host, which no captured graph can, and graphs "
             f"'{plan.graphs.name}' captures: choose --graphs none"
         )
     return refusals
+
+
+def _without_kernels(plan: Plan) -> list[str]:
+    """What is computed in plain torch alone."""
+    why = f"has no kernels for CUDA yet and the device is {plan.config.device}: choose"
+    if plan.kv.name == "paged_int4":
+        return [f"kv 'paged_int4' {why} --kv paged_int8, or --device cpu"]
+    if getattr(plan.kv.config, "k_scales", None) == "channel":
+        return [f"kv.k_scales=channel {why} --set kv.k_scales=token, or --device cpu"]
+    return []
 
 
 @hookimpl

@@ -121,3 +121,31 @@ def test_on_a_cpu_the_garbage_collector_is_left_alone(monkeypatch):
     with Engine(model="random:tiny", device="cpu", max_model_len=32) as made:
         assert made.generate("a", SamplingParams(max_tokens=2))[0].error is None
     assert called == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_from_inside_a_step_harms_nobody_else(overlap):
+    """By a scheduler, when it is told of a step that has landed."""
+
+    class Aborts(Fifo):
+        num_seen = 0
+
+        def observe(self, num_tokens, num_seqs, seconds):
+            self.num_seen += 1
+            if self.num_seen == 3 and aborts:
+                made.abort("1")
+
+    texts = {}
+    for aborts in (False, True):
+        fields = {"model": "tiny", "device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
+        with Engine(**fields, overlap=overlap, sched=Aborts(), kv_cache_bytes=1 << 24) as made:
+            for i, prompt in enumerate(("Hello there", "The captain")):
+                made.add_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True), str(i))
+            events = []
+            while made.has_unfinished():
+                events += made.step()
+        ends = {e.request_id: e.output for e in events if e.output is not None}
+        assert ends["1"].finish_reason == ("abort" if aborts else "length")
+        assert sum((e.token_ids for e in events if e.request_id == "0"), []) == ends["0"].token_ids
+        texts[aborts] = ends["0"].text
+    assert texts[True] == texts[False]

@@ -27,10 +27,18 @@ import torch
 import torch.nn.functional as F
 
 from core import hookimpl
+from evals.quality.controls import PerTokenInt4
 from plugins.kv.int8_path import Int8Path
 from plugins.kv.int8_storage import quantize
 from plugins.kv.paged import Paged
+from plugins.kv.paged_int4 import PagedInt4
 from plugins.kv.paged_int8 import PagedInt8
+
+
+class TokenInt4(PerTokenInt4):
+    """4 bits by token, held to what 4 bits by channel are held to."""
+
+    quality = PagedInt4.quality
 
 
 class PerTensorInt8(Paged):
@@ -158,7 +166,7 @@ class SwapsCodesAlone(Planted):
 
 @hookimpl
 def outweigh_register_kv(register):
-    offers = (PerTensorInt8, Truncates, StaleScales, Unsmoothed, Unrounded)
+    offers = (TokenInt4, PerTensorInt8, Truncates, StaleScales, Unsmoothed, Unrounded)
     for offer in (*offers, SharesCodesAlone, SwapsCodesAlone):
         register(offer.__name__.lower(), offer)
 '''
@@ -192,6 +200,7 @@ FAULTS = {
         "paged_int8", "outlier", f"{TEXT} --set kv.k_smoothing=none", "mean_kl"
     ),
     "INT4 by token": Fault("per_token_int4", "tiny", TEXT, "top1"),
+    "INT4 by token, held to less": Fault("tokenint4", "outlier", TEXT, "mean_kl"),
     "a scale that outlives its block": Fault("stalescales", "tiny", TEXT, "mean_kl"),
     "scales left behind by sharing": Fault("sharescodesalone", "tiny", RECALL, "recall"),
     "scales left behind by swapping": Fault("swapscodesalone", "tiny", SCARCE, "recall"),
@@ -278,6 +287,16 @@ def test_paged_int8_fails_nothing_of_the_same(run, model, options):
     wanted = {"pass"} if options in (TEXT, RECALL) else {"pass", "not shown"}
     assert set(said.values()) <= wanted, out
     assert code in (0, 3)
+
+
+@pytest.mark.parametrize("kv", ["paged_int4", "paged_int8 --set kv.k_scales=channel"])
+@pytest.mark.parametrize("model", ["tiny", "outlier"])
+def test_codes_by_channel_pass_what_their_offer_is_held_to(run, kv, model):
+    name, _, options = kv.partition(" ")
+    code, findings, out = run(name, model, f"{TEXT} {options}")
+    said = {metric: finding["verdict"] for metric, finding in findings.items()}
+    assert said.pop("drift") == "not shown" and code == 3
+    assert set(said.values()) == {"pass"}, out
 
 
 def test_the_outlier_changes_nothing_in_full_precision(folder):

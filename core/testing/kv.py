@@ -26,7 +26,7 @@ from core.testing import codes, parity
 from core.testing.dense import run_dense_step, worst_error
 from core.testing.oracle import PageOracle
 from core.testing.probes import check_gather, compute, decode, run_step
-from core.testing.rig import Rig, tiny_facts
+from core.testing.rig import Rig, budget_for, tiny_facts
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -112,13 +112,15 @@ class KVManagerSuite:
 
     def test_capacity_is_what_the_bytes_buy(self) -> None:
         """In a large cache a token costs what it is declared to; nothing outgrows the budget."""
-        facts, limits = tiny_facts(self.dtype), dataclasses.replace(self.limits, max_num_seqs=400)
+        facts, limits = tiny_facts(self.dtype), dataclasses.replace(self.limits, max_num_seqs=1200)
         cost = self.bytes_per_token or facts.kv_bytes_per_token
-        few, many = (
-            self.make().capacity(int(n * MAX_LEN * cost), facts, limits) for n in (100, 300)
+        num_bytes = budget_for(self.make(), facts, limits, 1000 * MAX_LEN)
+        few, many, tight = (
+            self.make().capacity(int(n), facts, limits).num_tokens
+            for n in (num_bytes, num_bytes + 200 * MAX_LEN * cost, 1200 * MAX_LEN * cost)
         )
-        assert abs(many.num_tokens - few.num_tokens - 200 * MAX_LEN) <= MAX_LEN
-        assert many.num_tokens <= 300 * MAX_LEN
+        assert abs(many - few - 200 * MAX_LEN) <= MAX_LEN
+        assert tight <= 1200 * MAX_LEN
         assert self.make().capacity(0, facts, limits).num_seqs == 0
 
     def test_what_is_allocated_stays_within_the_budget(self) -> None:
@@ -419,7 +421,9 @@ class KVManagerSuite:
         oracle = PageOracle(rig, seed=seed, num_requests=20, max_total=MAX_LEN - 10)
         counts = oracle.run()
         assert counts.num_finished == 20 and counts.num_mixed_steps and counts.num_preemptions
-        assert bool(counts.num_cached_tokens) == (rig.kv.prefix_sharing and self.unit() < 40)
+        hits, sharing, unit = counts.num_cached_tokens, rig.kv.prefix_sharing, self.unit()
+        assert not hits or (sharing and unit < 40)
+        assert hits or not sharing or unit > 20  # larger ones are hit by chance
 
     @pytest.mark.parametrize("num_spare_units", [0, 1, 4])
     def test_scarce_pools(self, num_spare_units: int) -> None:

@@ -56,15 +56,25 @@ class Paged:
     # ------------------------------------------------------------------------------------ host half
 
     def capacity(self, kv_cache_bytes: int, facts: ModelFacts, limits: Limits) -> Capacity:
-        num_blocks = self.num_blocks_for(kv_cache_bytes, facts, limits)
-        return Capacity(num_blocks * self.block_size, min(limits.max_num_seqs, num_blocks))
+        num_blocks, num_seqs = self.room_for(kv_cache_bytes, facts, limits)
+        return Capacity(num_blocks * self.block_size, num_seqs)
 
-    def num_blocks_for(self, kv_cache_bytes: int, facts: ModelFacts, limits: Limits) -> int:
-        """Blocks that the budget buys, the trash block paid for and not counted."""
+    def room_for(self, kv_cache_bytes: int, facts: ModelFacts, limits: Limits) -> tuple[int, int]:
+        """Blocks and running sequences that the budget buys, as many as there are blocks for.
+
+        The trash block and the tail of the trash slot are paid for and not counted.
+        """
+        most = limits.max_num_seqs
         if self.config.num_blocks is not None:
-            return self.config.num_blocks
-        room = kv_cache_bytes - self.overhead_bytes(facts, limits)
-        return max(0, room // self.block_bytes(facts) - 1)
+            return self.config.num_blocks, min(most, self.config.num_blocks)
+        block, tail = self.block_bytes(facts), self.tail_bytes(facts)
+        room = max(0, kv_cache_bytes - self.overhead_bytes(facts, limits) - block - tail)
+        num_seqs = min(most, room // (block + tail))
+        return (room - num_seqs * tail) // block, num_seqs
+
+    def tail_bytes(self, facts: ModelFacts) -> int:
+        """Bytes of a running sequence that are in no block, over all layers."""
+        return 0
 
     def block_bytes(self, facts: ModelFacts) -> int:
         """Bytes of one block over all layers."""
@@ -156,15 +166,19 @@ class Paged:
         self.pool.unpin(self._held.pop(seq).blocks)
 
     def save(self, seq: Sequence, num_tokens: int) -> Saved:
-        blocks = self._held[seq].blocks[: self._num_blocks_of(num_tokens)]
-        data = self.storage.save(blocks, self.block_size)
+        held = self._held[seq]
+        data = self.storage.save(held.blocks[: self._num_blocks_of(num_tokens)], self.block_size)
+        data += self.storage.save_tail(held.slot, num_tokens)
         return Saved(num_tokens, sum(plane.nbytes for plane in data), data)
 
     def restore(self, seq: Sequence, saved: Saved, num_cached: int) -> None:
         """Whole shared blocks are left out: they are never written."""
         first, n = num_cached // self.block_size, self._num_blocks_of(saved.num_tokens)
+        held, num_planes = self._held[seq], len(self.storage.planes())
         if first < n:
-            self.storage.restore(self._held[seq].blocks[first:n], first, saved.data)
+            self.storage.restore(held.blocks[first:n], first, saved.data[:num_planes])
+        num_tokens = max(num_cached, saved.num_tokens)
+        self.storage.restore_tail(held.slot, num_tokens, saved.data[num_planes:])
 
     def usage(self) -> Usage:
         pool, size = self.pool, self.block_size
@@ -222,7 +236,7 @@ class Paged:
     def bind_host(self, facts: ModelFacts, limits: Limits, kv_cache_bytes: int) -> None:
         """Pool, tables, and the rows that the core reads. Shared by every format that is paged."""
         self._limits = limits
-        self.pool = BlockPool(self.num_blocks_for(kv_cache_bytes, facts, limits), self.block_size)
+        self.pool = BlockPool(self.room_for(kv_cache_bytes, facts, limits)[0], self.block_size)
         self.tables = BlockTables(limits, self.block_size)
         self.reserved: NDArray[Any] = slot_rows(limits, 0)
         self.next_publish: NDArray[Any] = slot_rows(limits, NEVER)

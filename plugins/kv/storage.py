@@ -79,7 +79,14 @@ class Storage:
             values = host[:, first:].to(plane.device, non_blocking=True)
             plane[:, index, :, : host.shape[3]] = values
 
-    def sink(self, layer: int) -> KVSink:
+    def save_tail(self, slot: int | None, num_tokens: int) -> tuple[Tensor, ...]:
+        """What belongs to a slot, and to no block, of a sequence of `num_tokens`: nothing here."""
+        return ()
+
+    def restore_tail(self, slot: int | None, num_tokens: int, saved: tuple[Tensor, ...]) -> None:
+        """Write what `save_tail` gave into another slot, which has `num_tokens` tokens now."""
+
+    def sink(self, layer: int) -> KVSink | None:
         k, v = self.k[layer], self.v[layer]
         return KVSink("blocks", k, v, self.block_size, self.slot_map, self.fresh)
 

@@ -61,7 +61,7 @@ def case_block_size(kv, tmp_path):
 
 def case_num_blocks(kv, tmp_path):
     for num_blocks, fits in ((2, False), (3, True)):
-        with engine({"kv.num_blocks": num_blocks}, kv=kv) as made:
+        with engine({"kv.num_blocks": num_blocks, "kv.block_size": 16}, kv=kv) as made:
             assert made.report()["kv_cache_tokens"] == 16 * num_blocks
             if fits:
                 assert len(made.generate(prompt(40), params_of())[0].token_ids) == 4
@@ -70,9 +70,9 @@ def case_num_blocks(kv, tmp_path):
                     made.generate(prompt(40), params_of())
 
 
-def logits(settings, model="random:tiny"):
-    """After each of 60 tokens, from what is stored in INT8."""
-    with engine(settings, kv="paged_int8", model=model) as made:
+def logits(settings, model="random:tiny", kv="paged_int8"):
+    """After each of 60 tokens, from what is stored."""
+    with engine(settings, kv=kv, model=model) as made:
         return torch.cat(made.score(prompt(60), lambda first, logits, targets: logits.clone()))
 
 
@@ -87,6 +87,28 @@ def case_k_smoothing(kv, tmp_path):
     assert torch.equal(found[1], logits({}))
     for i in range(3):
         assert not torch.equal(found[i], found[i - 1])
+
+
+def case_k_scales(kv, tmp_path):
+    """By channel nothing is smoothed, whatever k_smoothing says."""
+    token, channel, raw = (
+        logits({"kv.k_scales": scales, "kv.k_smoothing": smoothing})
+        for scales, smoothing in (("token", "weights"), ("channel", "weights"), ("channel", "none"))
+    )
+    assert torch.equal(channel, raw) and not torch.equal(channel, token)
+    assert torch.equal(token, logits({}))
+
+
+def case_v_group(kv, tmp_path):
+    """The finer, the nearer to what is not rounded, and the more bytes."""
+    exact = logits({}, kv="paged")
+    off, held = [], []
+    for size in (1, 8, 32):
+        settings = {"kv.v_group": size}
+        off.append((logits(settings, kv=kv) - exact).abs().mean())
+        with engine(settings, kv=kv, kv_cache_bytes="4MiB") as made:
+            held.append(made.report()["kv_cache_tokens"])
+    assert off == sorted(off) and off[0] < off[2] and held == sorted(held) and held[0] < held[2]
 
 
 def case_k_shift(kv, tmp_path):
@@ -133,7 +155,7 @@ def needs_its_backend(fusion):
         pytest.skip("needs a torch with oneDNN, which this one is without")
 
 
-def claimed(fusion, settings, num_tokens=20):
+def claimed(fusion, settings, num_tokens=100):
     """Names of the spans in the operations of a step, from the start, then of sampling."""
     needs_its_backend(fusion)
     dtype = "bfloat16" if fusion == "triton" else "float32"
@@ -149,8 +171,8 @@ def case_only(fusion, tmp_path):
     assert claimed(fusion, {"fusion.only": []}) == []
     for name in SETS[fusion].Config.names:
         only = {"fusion.only": [name]}
-        # Some are for few tokens.
-        assert {*claimed(fusion, only), *claimed(fusion, only, num_tokens=1)} == {name}
+        # Some are for one token, or for few.
+        assert {c for n in (100, 20, 1) for c in claimed(fusion, only, num_tokens=n)} == {name}
     given, two = "act_mul,embed_norm", ["embed_norm", "act_mul", "act_mul"]
     if fusion == "onednn":
         given, two = "lm_head,o_proj", ["o_proj", "o_proj", "lm_head"]

@@ -11,6 +11,7 @@ from core.testing.oracle import PageOracle
 from core.testing.rig import Rig, tiny_facts
 from plugins.kv.contiguous import Contiguous
 from plugins.kv.paged import Paged
+from plugins.kv.paged_int4 import PagedInt4
 from plugins.kv.paged_int8 import PagedInt8
 
 LIMITS = Limits(max_model_len=24, max_num_seqs=3, max_num_batched_tokens=12)
@@ -21,9 +22,11 @@ OFFERS = {
     "paged-4": lambda: Paged(Paged.Config(block_size=4)),
     "paged-16": lambda: Paged(Paged.Config(block_size=16)),
     "paged_int8-4": lambda: PagedInt8(PagedInt8.Config(block_size=4)),
+    "channel-4": lambda: PagedInt8(PagedInt8.Config(block_size=4, k_scales="channel")),
+    "paged_int4-4": lambda: PagedInt4(PagedInt4.Config(block_size=4)),
 }
 POOLS = {"plenty": 4 * 24, "some": 2 * 24, "one block more than the longest": LONGEST + 6}
-SHARDS, TRACES = 5, 14  # of each offer and pool; with both kinds of sharing, 2,100 in all
+SHARDS, TRACES = 5, 10  # of each offer and pool; with both kinds of sharing, 2,100 in all
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
