@@ -13,7 +13,7 @@ its rows, E keys of open blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -215,5 +215,5 @@ class ChannelPath(TorchPath):
         return scores.masked_fill_(unseen[:, None], float("-inf"))
 
 
-def _index(x: NDArray[np.integer], device: torch.device) -> Tensor:
+def _index(x: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device)

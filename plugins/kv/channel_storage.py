@@ -12,7 +12,7 @@ Shapes: L layers, N blocks, K key/value heads, B tokens a block, D head_dim, G g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,8 +118,8 @@ def allocate(
     width = facts.head_dim * layout.bits // 8
     num_groups, num_slots = layout.num_groups(facts), limits.max_num_seqs + 1
     k, v = torch.zeros(2, *shape, width, dtype=torch.uint8, device=device)
-    half = {"dtype": torch.float16, "device": device}
-    index = {"dtype": torch.int32, "device": device}
+    half: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    index: dict[str, Any] = {"dtype": torch.int32, "device": device}
     of_keys = torch.zeros(2, *shape[:3], 1, facts.head_dim, **half)
     of_values = torch.zeros(2, *shape, num_groups, **half)
     tail_shape = (facts.num_layers, num_slots, *shape[2:], facts.head_dim)

@@ -464,7 +464,7 @@ def test_hits_and_scarcity_change_no_token(outlier, mode, preemption):
     with engine(outlier, kv, settings, enable_prefix_caching=False) as plenty:
         wanted = [o.token_ids for o in plenty.generate(prompts, params)]
     scarcely = {**settings, "kv.num_blocks": 7}  # 112 tokens; the longest needs 91
-    options = {"preemption": preemption, "max_model_len": 96}
+    options = {"preemption": preemption, "max_model_len": 96, "overlap": True}
     with engine(outlier, kv, scarcely, **options) as scarce:
         for _ in range(2):
             outputs = scarce.generate(prompts, params)
