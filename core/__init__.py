@@ -21,15 +21,14 @@ __version__ = "0.1.0"
 
 # The module that each name is loaded from.
 _HOMES = {
-    "config": ("OfferConfig", "RunConfig"),
-    "engine": ("Engine",),
-    "errors": ("RunError", "UserError"),
-    "sampling": ("SamplingParams",),
+    **dict.fromkeys(("OfferConfig", "RunConfig"), "config"),
+    **dict.fromkeys(("RunError", "UserError"), "errors"),
+    "Engine": "engine",
+    "SamplingParams": "sampling",
 }
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"core.{home}"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"core.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'core' has no attribute {name!r}")

@@ -125,11 +125,7 @@ def interface(
             break
     if not rest:  # what the last node of a chain writes has no reader: it is the result
         live |= pending & set(run[-1].writes)
-    return _ordered(reads), _ordered(live)
-
-
-def _ordered(names: set[str]) -> tuple[str, ...]:
-    return tuple(name for name in VALUES if name in names)
+    return tuple(v for v in VALUES if v in reads), tuple(v for v in VALUES if v in live)
 
 
 def execute(operations: Seq[Operation], batch: Batch, live: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from core.slots import Slots
 if TYPE_CHECKING:
     from core.facts import ModelFacts
     from core.metrics import StepCounters
-    from core.plan import Built
     from core.seams import KVManager, Scheduler
     from core.show import Progress
 
@@ -57,35 +57,24 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
     """Build every part of an engine. Raises UserError before anything large is allocated where that
     is possible."""
     plan = resolve(RunConfig.of(**fields), Registry(fields.get("plugins", ())))
-    config, offers = plan.config, plan.build()
-    device = torch.device(config.device or "cpu")
     try:
-        model = load_model(
-            config.model,
-            dtype=getattr(torch, str(config.dtype)),
-            device=device,
-            seed=config.seed,
-            progress=lambda done, total: progress("load", done, total),
-        )
-        return _assemble(plan, offers, model, device, counters, progress)
+        with plan.blaming():
+            return _assemble(plan, counters, progress)
     except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no error of its own
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if "memory" not in reason(error).lower():
             raise
         raise RunError(
-            f"{device} ran out of memory ({reason(error)[:200]}): lower --kv-cache-bytes, kv's own "
-            "options, --max-num-batched-tokens or --max-num-seqs"
+            f"{plan.config.device} ran out of memory ({reason(error)[:200]}): lower "
+            "--kv-cache-bytes, kv's own options, --max-num-batched-tokens or --max-num-seqs"
         ) from error
 
 
-def _assemble(
-    plan: Plan,
-    offers: Built,
-    model: LoadedModel,
-    device: torch.device,
-    counters: StepCounters,
-    progress: Progress,
-) -> Parts:
-    config, facts, kv = plan.config, model.facts, offers.kv
+def _assemble(plan: Plan, counters: StepCounters, progress: Progress) -> Parts:
+    config, offers = plan.config, plan.build()
+    device, dtype = torch.device(config.device or "cpu"), getattr(torch, str(config.dtype))
+    load = partial(progress, "load")
+    model = load_model(config.model, dtype=dtype, device=device, seed=config.seed, progress=load)
+    facts, kv = model.facts, offers.kv
     limits = _first_limits(config, facts)
     rope = rope_tables(facts, limits.max_model_len, device)
     decoder = Decoder(facts, model.weights, rope, device)

@@ -29,7 +29,7 @@ import numpy as np
 
 from core.batch import Sequence
 from core.compose import compose
-from core.errors import UserError, explained, reason
+from core.errors import RunError, UserError, explained, reason
 from core.metrics import KVUse, RequestMetrics, StepCounters
 from core.sampling import SamplingParams
 from core.schedule import Schedule, StepPlan
@@ -179,8 +179,9 @@ class Engine(AbstractContextManager["Engine"]):
         stop_ids = (*ends, *params.stop_token_ids)
         given = prompt if isinstance(prompt, str) else None
         text = RequestText(self.tokenizer, params)
+        with self.plan.blaming():
+            self._schedule.enqueue(seq)
         self._requests[request_id] = _Request(seq, given, stop_ids, text)
-        self._schedule.enqueue(seq)
         return request_id
 
     def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
@@ -262,7 +263,9 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _launch(self) -> bool:
         """Plan and launch a step; False where nothing can run now."""
-        if (plan := self._schedule.plan()) is None:
+        with self.plan.blaming():
+            plan = self._schedule.plan()
+        if plan is None:
             return False
         begun = perf_counter()
         try:
@@ -279,7 +282,8 @@ class Engine(AbstractContextManager["Engine"]):
         for seq in filter(None, [self._slots.owner[slot] for slot in plan.slots.tolist()]):
             self._slots.sync(seq)
             self._kv.rollback(seq, 0)
-            self._finish(self._requests[seq.request_id], "error", reason(error))
+            why = self.plan.blame(error) or reason(error)
+            self._finish(self._requests[seq.request_id], "error", why)
 
     def _harvest(self, launched: tuple[float, InFlight]) -> None:
         """Take the tokens of a step that was launched earlier, and free the room of whom they
@@ -371,7 +375,7 @@ class Engine(AbstractContextManager["Engine"]):
             try:
                 seq.prompt_logprobs += score_prompt(self._parts, seq)
             except Exception as failure:  # noqa: BLE001  # a plugin's; the others go on
-                how, error = "error", reason(failure)
+                how, error = "error", self.plan.blame(failure) or reason(failure)
         self._read(request, final=True)
         if request.text.stopped and how == "length":
             how = "stop"  # in text that was decided only with its end
@@ -438,7 +442,7 @@ class Engine(AbstractContextManager["Engine"]):
         try:
             for prompt, one in zip(batch, params, strict=True):
                 requests.append(self._requests[self.add_request(prompt, one)])
-        except UserError:
+        except (UserError, RunError):
             for request in requests:
                 self._schedule.remove(request.seq)
                 del self._requests[request.seq.request_id]
@@ -488,11 +492,7 @@ class Engine(AbstractContextManager["Engine"]):
         the last position). Returns what the reducer returned. Prefix hits are not used.
         """
         self._check_open()
-        ids = self._encode(token_ids)
-        if len(ids) > self.limits.max_model_len:
-            what = f"{len(ids)} tokens to score and max_model_len is {self.limits.max_model_len}"
-            raise UserError(f"{what}: raise --max-model-len")
-        return score(self._parts, ids, reducer, rows)
+        return score(self._parts, self._encode(token_ids), reducer, rows)
 
     # -------- closing
 

@@ -136,8 +136,7 @@ class Executor:
 
     def _sample(self, batch: Batch) -> Tensor:
         variant = batch.needs & (Needs.HOT | Needs.FILTERED | Needs.PENALISED)
-        replay = self._pool and self._pool.samplers.get((batch.shape.num_seqs, variant))
-        if replay:
+        if replay := self._pool and self._pool.samplers.get((batch.shape.num_seqs, variant)):
             return replay()
         self._counters.num_eager_samplers += 1
         return self._run_sampler(batch)
@@ -255,8 +254,7 @@ class Executor:
 
     def _captured(self, wanted: BatchShape) -> BatchShape | None:
         """The captured shape that a step is padded to; None where it is to run eagerly."""
-        shape = self._graphs.select(*wanted)
-        if shape is None:
+        if (shape := self._graphs.select(*wanted)) is None:
             return None
         holds = all(has >= needs for has, needs in zip(shape[:4], wanted[:4], strict=True))
         starts = shape.start in (None, wanted.start)

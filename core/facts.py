@@ -109,8 +109,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         _refuse("model_type", kind, f"the supported ones are {', '.join(MODEL_TYPES)}")
-    quantization = config.get("quantization_config")
-    if quantization is not None:
+    if (quantization := config.get("quantization_config")) is not None:
         _refuse("quantization_config", quantization, "only unquantised weights are supported")
     if config.get("hidden_act", "silu") != "silu":
         _refuse("hidden_act", config["hidden_act"], "the decoder computes silu")

@@ -54,6 +54,11 @@ def outweigh_register_sched(register: Register) -> None:
 
 
 @hookspec
+def outweigh_register_eval(register: Register) -> None:
+    """Offer tasks of `evals.quality`, which calls it: `register(name, task)`, a Task of its own."""
+
+
+@hookspec
 def outweigh_check_combination(plan: Plan) -> list[str]:  # type: ignore[empty-body]
     """Refusals of this plan, a sentence each, ending with what to change; empty if it may run.
 

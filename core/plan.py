@@ -9,13 +9,15 @@ resolves them.
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from core.config import OfferConfig, RunConfig, settings_by_seam, validated, versions
 from core.conform import bind
-from core.errors import RunError, UserError, explained
+from core.errors import RunError, UserError, explained, reason
 from core.registry import Offer, Owner, Registry, origin
 from core.seams import SEAMS, FusionSet, GraphStrategy, KVManager, Scheduler, offered
 
@@ -76,6 +78,29 @@ class Plan:
     def build(self) -> Built:
         """Make the four objects. Raises UserError where one does not fit its seam."""
         return Built(*(choice.build() for choice in self.choices))
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """An exception out of an offer becomes a RunError that names its owner."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError | RunError) or not (blame := self.blame(error)):
+                raise
+            raise RunError(f"{blame}; choose another, or report that to its authors") from error
+
+    def blame(self, error: BaseException) -> str | None:
+        """What `error` says, behind the offer that it came out of: the innermost on its way.
+
+        None where it met none of them.
+        """
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            cls, module = type(frame.f_locals.get("self")), frame.f_globals.get("__name__")
+            for seam, name, owner, offer, *_ in self.choices:
+                if cls is offer or module == offer.__module__:
+                    method = frame.f_code.co_name
+                    return f"{seam} '{name}' of {owner} failed in {method}: {reason(error)}"
+        return None
 
     def names(self) -> str:
         """The resolved names in one line, for people and for logs."""

@@ -114,11 +114,12 @@ class Registry:
         """The offer of that name; a UserError with near misses and the plugins kept aside."""
         if seam not in SEAMS:
             raise UserError(f"there is no seam '{seam}'{did_you_mean(seam, SEAMS, 'seams')}")
-        known = self.offers[seam]
-        if name in known:
-            return known[name]
+        if found := self.offers[seam].get(name):
+            return found
         aside = ", ".join(f"{_who(owner)} ({why})" for owner, why in self.aside.items())
-        message = f"there is no {seam} called '{name}'{did_you_mean(name, sorted(known))}"
+        message = (
+            f"there is no {seam} called '{name}'{did_you_mean(name, sorted(self.offers[seam]))}"
+        )
         raise UserError(f"{message}; plugins kept aside: {aside}" if aside else message)
 
     def _add(self, owner: Owner, load: Callable[[], Any], asked: str = "") -> None:

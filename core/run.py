@@ -45,6 +45,7 @@ COMMANDS = {
     "list": "the offers of every seam, with owner and state (run --list)",
     "env": "versions, GPUs, and which offers run here (run --env)",
     "check": "run the conformance suite of a seam against an offer",
+    "new": "write a third-party package that works, to begin from",
 }
 
 

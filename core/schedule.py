@@ -205,8 +205,7 @@ class Schedule:
                 seq = partials.pop()[2]
             else:
                 break
-            length = self._chunk(seq, budget)
-            if length > 0:
+            if (length := self._chunk(seq, budget)) > 0:
                 assert seq.slot is not None
                 if seq.first_scheduled is None:
                     seq.first_scheduled = self._clock()
@@ -238,11 +237,10 @@ class Schedule:
         """
         if not self._slots.num_free:
             return False
-        if self._may_start is not None and self.num_running:
-            if not self._may_start(seq, self._kv.usage()):
-                return False
-        cached = self._kv.acquire(seq, seq.num_tokens)
-        if cached is None:
+        asked = self._may_start if self.num_running else None
+        if asked is not None and not asked(seq, self._kv.usage()):
+            return False
+        if (cached := self._kv.acquire(seq, seq.num_tokens)) is None:
             return False
         if seq.admitted is None:
             seq.admitted, seq.num_cached = self._clock(), cached

@@ -69,8 +69,7 @@ class Slots:
         self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
         self.min_total[slot] = min(seq.num_prompt + params.min_tokens, seq.max_tokens_total)
         self.has_stop_strings[slot] = bool(params.stop)
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
+        if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -94,8 +93,7 @@ class Slots:
 
     def sync(self, seq: Sequence) -> None:
         """Bring the numbers of `seq` up to date before a plugin looks at them."""
-        slot = seq.slot
-        if slot is not None:
+        if (slot := seq.slot) is not None:
             seq.num_known = int(self.num_known[slot])
             seq.num_tokens = int(self.num_tokens[slot])
             seq.num_computed = int(self.num_computed[slot])

@@ -161,8 +161,7 @@ class _WindowDecoder:
     def decode(self, ids: Seq[int], final: bool) -> str:
         window = self._context[:]
         for token_id in ids:
-            token = self._tokenizer.token(token_id)
-            if token is not None:
+            if (token := self._tokenizer.token(token_id)) is not None:
                 self._pending.append(token_id)
                 if not _BYTE.fullmatch(token):
                     window += self._pending

@@ -99,8 +99,7 @@ def checkpoint_views(facts: ModelFacts, weights: ModelWeights) -> dict[str, Tens
     for i, layer in enumerate(weights.layers):
         for name, modules in _MODULES.items():
             for field, kind in ((name, "weight"), (f"{name}_bias", "bias")):
-                packed = getattr(layer, field, None)
-                if packed is not None:
+                if (packed := getattr(layer, field, None)) is not None:
                     sizes = facts.qkv_sizes if name == "qkv" else len(packed) // len(modules)
                     for module, view in zip(modules, packed.split(sizes), strict=True):
                         views[f"model.layers.{i}.{module}.{kind}"] = view

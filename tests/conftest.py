@@ -7,8 +7,11 @@ reaches a network.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("OUTWEIGH_PLUGINS", None)
+
+ROOT = Path(__file__).resolve().parent.parent
+# Their entry points are there where they are installed: test_packages.py does that.
+collect_ignore_glob = ["third_party/outweigh-*"]
 
 
 def pytest_addoption(parser):
@@ -102,3 +109,43 @@ def make_dist(tmp_path, monkeypatch):
     for module in made:
         sys.modules.pop(module, None)
     importlib.invalidate_caches()
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory):
+    """`build_once(name, fill)`: a folder that `fill(folder)` fills, once for all xdist workers."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def build(name, fill):
+        folder, ready = root / f"built-{name}", root / f"built-{name}.ready"
+        with open(root / f"built-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait here for whoever comes first
+            if not ready.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                ready.touch()
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def wheel(build_once, tmp_path_factory):
+    """Built from a copy of the checkout, so that the checkout stays clean; needs no network."""
+
+    def fill(folder):
+        source = tmp_path_factory.mktemp("source")
+        for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+            shutil.copy(ROOT / name, source / name)
+        for name in ("core", "plugins", "evals", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "wheel"]
+        options = ["--no-deps", "--no-build-isolation", "-w", str(folder), "."]
+        done = subprocess.run([*pip, *options], cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    (made,) = build_once("wheel", fill).glob("*.whl")
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
-FOLDERS = ("core", "plugins", "evals", "tests")
+TEMPLATES = ROOT / "core" / "testing" / "templates"
 
 
 def call(*argv, cwd, path=None):
@@ -29,20 +27,6 @@ def call(*argv, cwd, path=None):
 def pip(*argv, cwd):
     done = call(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *argv, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy of the checkout, so that the checkout stays clean; needs no network."""
-    source = tmp_path_factory.mktemp("source")
-    for name in FILES:
-        shutil.copy(ROOT / name, source / name)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    dist = tmp_path_factory.mktemp("dist")
-    pip("wheel", "--no-deps", "--no-build-isolation", "-w", dist, ".", cwd=source)
-    (made,) = dist.glob("*.whl")
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +61,9 @@ def test_the_wheel_holds_the_packages_and_nothing_of_the_tests(wheel):
     ]
     assert sorted(set(expected) - set(names)) == []
     assert "core/py.typed" in names
+    assert "plugins/README.md" in names
+    templates = [f"core/testing/templates/{p.name}" for p in TEMPLATES.iterdir()]
+    assert len(templates) > 10 and set(templates) <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

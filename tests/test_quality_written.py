@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from core import Engine
-from core.errors import UserError
+from core.errors import RunError, UserError
 from evals import intervals
-from evals.quality import haystacks, trained
+from evals.quality import haystacks, tasks as tasks_module, trained
 from evals.quality.__main__ import main
 from evals.quality.data import Choice, read_rows
 from evals.quality.generation import Prompt, Text, compared, prompts_of, survival
 from evals.quality.pairs import paired_shares
 from evals.quality.recall import Asked, asked, in_turns
 from evals.quality.repeats import loops, parting, repeats
-from evals.quality.tasks import TASKS, last_number, task_of
+from evals.quality.tasks import TASKS, known_tasks, last_number, task_of
 from evals.quality.verdicts import EXIT_CODES, judge_stored, judge_written, limits_of
 from evals.tiny.answers import pieces_of
 from evals.tiny.documents import Document
@@ -330,7 +330,31 @@ def _equations(text):
 @pytest.mark.parametrize("text", ["gsm8k", "gsm8k=", "gsm9k=a.json", "=a"])
 def test_a_task_is_a_name_and_a_source(text):
     with pytest.raises(UserError, match="--task takes NAME=SOURCE.*gsm8k, contains"):
-        task_of(text)
+        task_of(text, TASKS)
+
+
+def test_the_documented_plugin_offers_its_task(tmp_path):
+    lines = tasks_module.__doc__.split("\n")
+    start = next(i for i, line in enumerate(lines) if line.startswith("    from core"))
+    end = next(i for i, line in enumerate(lines) if "register(" in line and "yes_no" in line)
+    file = tmp_path / "yes_no.py"
+    file.write_text("\n".join(line[4:] for line in lines[start : end + 1]))
+    known = known_tasks([str(file)])
+    assert list(known) == [*TASKS, "yes_no"]
+    task = known["yes_no"]
+    assert task.row("Is it?", "no").text == "Question: Is it?\nAnswer:"
+    assert task.right(" No, it is not.", "no") and task.stop == ("\n",)
+
+
+@pytest.mark.parametrize(
+    "body", ['register("gsm8k", TASKS["gsm8k"])', 'register("own", "a.module:Task")']
+)
+def test_what_is_no_task_or_taken_names_its_plugin(tmp_path, body):
+    file = tmp_path / "wrong.py"
+    head = "from evals.quality.tasks import TASKS\ndef outweigh_register_eval(register):\n    "
+    file.write_text(head + body)
+    with pytest.raises(RunError, match="wrong.py failed in outweigh_register_eval.*no Task"):
+        known_tasks([str(file)])
 
 
 def test_rows_have_their_fields(tmp_path):

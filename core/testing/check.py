@@ -3,13 +3,15 @@
 The suite runs through pytest in this process, as if somebody had subclassed it for the offer. What
 it holds the offer to beyond the defaults (a tolerance, a promise) the offer says itself, in an
 optional class attribute `held_to`: a mapping of class attributes of the suite. Exit codes: 0 every
-clause holds; 1 one fails, or none could be tried; 2 for what the caller can mend.
+clause holds; 1 one fails, or none could be tried; 2 for what the caller can mend, pytest missing
+among it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -44,6 +46,8 @@ _FITS = "test_fits_the_seam"  # holds for an offer that never runs
 
 def main(argv: Sequence[str]) -> int:
     """Check the offer that the arguments name, and print a row for each clause of its contract."""
+    if importlib.util.find_spec("pytest") is None:  # which a run does not need
+        raise UserError("the suites need pytest, which is missing: pip install 'outweigh[dev]'")
     args = _parser().parse_args(argv)
     seam, name = args.seam, args.name
     offer: Any = Registry(args.plugins).find(seam, name).load()

@@ -47,7 +47,11 @@ def worst_error(rig: Rig, seq: Sequence, lo: int, out: list[NDArray[np.float32]]
         q = _rounded(rig, queries(rig, seq, lo, hi, layer))
         k = _rounded(rig, codes.floats(hashes, layer, codes.KEY, rig.facts))
         v = _rounded(rig, codes.floats(hashes, layer, codes.VALUE, rig.facts))
-        errors.append(float(np.abs(got - _attention(q, k, v, lo, rig.facts.softmax_scale)).max()))
+        errors.append(
+            float(
+                np.abs(got - _attention(q, k, v, rig.seen(lo, hi), rig.facts.softmax_scale)).max()
+            )
+        )
     return max(errors)
 
 
@@ -55,14 +59,13 @@ def _attention(
     q: NDArray[np.float64],
     k: NDArray[np.float64],
     v: NDArray[np.float64],
-    lo: int,
+    seen: NDArray[np.bool_],
     scale: float,
 ) -> NDArray[np.float64]:
-    """q [t, H, D] of positions lo.. over k and v [s, K, D], causal: [t, H, D]."""
+    """q [t, H, D] over those of k and v [s, K, D] that are seen [t, s]: [t, H, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     scores = np.einsum("thd,shd->hts", q, k) * scale
-    seen = np.arange(len(k)) <= np.arange(lo, len(k))[:, None]
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
     weights /= weights.sum(-1, keepdims=True)
     out: NDArray[np.float64] = np.einsum("hts,shd->thd", weights, v)

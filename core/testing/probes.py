@@ -83,8 +83,9 @@ def check_sums(rig: Rig, step: Step, layer: int) -> None:
     out = rig.attend(step, layer, torch.zeros(num_tokens, facts.num_heads, facts.head_dim))
     for row in step.rows:
         values = _values(rig, row, layer)
-        wanted = np.cumsum(values, 0)[row.lo :]
-        lengths = np.arange(row.lo + 1, row.hi + 1, dtype=np.float32)[:, None, None]
+        seen = rig.seen(row.lo, row.hi).astype(np.float32)
+        wanted = np.tensordot(seen, values, 1)
+        lengths = seen.sum(1)[:, None, None]
         got = out[row.start : row.start + row.hi - row.lo] * lengths
         _compare(row, layer, got, wanted, "the sum of the values read")
 
@@ -97,9 +98,11 @@ def check_places(rig: Rig, step: Step, layer: int) -> None:
     for row in step.rows:
         hashes = rig.hashes(row.seq)[: row.hi]
         keys, values = codes.signs(hashes, layer, codes.KEY, facts), _values(rig, row, layer)
-        see = np.arange(row.lo + 1, row.hi + 1)
-        heads = range(facts.num_heads)
-        asked = np.stack([codes.pick(hashes[row.lo :], layer, head, see) for head in heads], 1)
+        seen = rig.seen(row.lo, row.hi)
+        heads, num_seen = range(facts.num_heads), seen.sum(1)
+        drawn = [codes.pick(hashes[row.lo :], layer, head, num_seen) for head in heads]
+        in_order = np.argsort(~seen, 1, kind="stable")  # what is seen first
+        asked = np.take_along_axis(in_order, np.stack(drawn, 1), 1)
         shared = np.array([head // group for head in heads])
         questions.append(keys[asked, shared] * _GAIN)
         answers.append(values[asked, shared])
@@ -110,12 +113,14 @@ def check_places(rig: Rig, step: Step, layer: int) -> None:
 
 
 def check_gather(rig: Rig, seq: Sequence) -> None:
-    """`gather` gives back what was written, by position, for every layer."""
+    """`gather` gives back what the last query sees, by position, for every layer."""
     assert seq.slot is not None
-    hashes = rig.hashes(seq)[: seq.num_computed]
+    n = seq.num_computed
+    wanted_positions = rig.seen(n - 1, n)[0].nonzero()[0]
+    hashes = [rig.hashes(seq)[p] for p in wanted_positions]
     for layer in range(rig.facts.num_layers):
-        k, v, positions = rig.kv.gather(seq.slot, layer, 0, seq.num_computed)
-        assert positions.tolist() == list(range(seq.num_computed)), "positions out of order"
+        k, v, positions = rig.kv.gather(seq.slot, layer, 0, n)
+        assert positions.tolist() == wanted_positions.tolist(), "positions out of order"
         for kind, got in ((codes.KEY, k), (codes.VALUE, v)):
             wanted = codes.signs(hashes, layer, kind, rig.facts)
             off = np.abs(got.float().cpu().numpy() - wanted).max(initial=0)

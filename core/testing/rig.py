@@ -244,6 +244,14 @@ class Rig:
         codes.extend_hashes(known, seq.token_ids[: seq.num_known].tolist())
         return known
 
+    def seen(self, lo: int, hi: int) -> NDArray[np.bool_]:
+        """Which keys each query at lo..hi-1 sees, [hi - lo, hi]: all up to its own position, but
+        for an offer that forgets, and says so in `sees(asked [n, 1], keys [m])`: bool [n, m]."""
+        asked, keys = np.arange(lo, hi)[:, None], np.arange(hi)
+        declared = getattr(self.kv, "sees", None)
+        seen: NDArray[np.bool_] = keys <= asked
+        return seen if declared is None else seen & declared(asked, keys)
+
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """`array` on the device, in the dtype of the cache."""
         return torch.from_numpy(array).to(self.device, self.facts.dtype)

@@ -106,7 +106,13 @@ def _of_written(parser: argparse.ArgumentParser) -> None:
     add("--num-recall", type=count, default=100, metavar="N", help="items of each kind")
     add("--lengths", type=count, nargs="+", default=[1024, 2048, 4096], metavar="TOKENS")
     add("--depths", type=_depth, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="SHARE")
-    add("--task", action="append", default=[], metavar="NAME=SOURCE", help="gsm8k or contains")
+    add(
+        "--task",
+        action="append",
+        default=[],
+        metavar="NAME=SOURCE",
+        help="gsm8k, contains, or a plugin's own",
+    )
     add("--question-field", metavar="FIELD", help="of a row of a task; default: the task's own")
     add("--answer-field", metavar="FIELD", help="the same of its answer")
     add("--task-limit", type=count, default=200, metavar="N", help="rows of a task")

@@ -14,7 +14,7 @@ from evals.quality.data import Choice, read_documents
 from evals.quality.generation import generation
 from evals.quality.measure import measure
 from evals.quality.recall import recall
-from evals.quality.tasks import task_of, tasks
+from evals.quality.tasks import known_tasks, task_of, tasks
 from evals.quality.verdicts import overall
 
 if TYPE_CHECKING:
@@ -40,8 +40,10 @@ def evaluate(
     documents = _documents(args)
     if "tasks" in args.parts and not args.task:
         raise UserError("tasks are asked for and none is named: give --task gsm8k=FILE")
-    for task in args.task:
-        task_of(task)
+    if args.task:
+        known = known_tasks(args.plugins)
+        for task in args.task:
+            task_of(task, known)
     record: dict[str, Any] = {
         "arguments": vars(args),
         "machine": records.machine(),

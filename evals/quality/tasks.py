@@ -6,7 +6,26 @@
     contains  the prompt of a row as it stands; the answer has to stand in what is written. So rows
               of LongEval lines are asked.
 
-Other tasks go through lm-evaluation-harness: evals.quality.lm_eval_model.
+A plugin offers others: installed, or named by -p, it is found as every plugin of outweigh is.
+
+    # yes_no.py    python -m evals.quality -p yes_no.py --parts tasks --task yes_no=rows.jsonl
+    from core import hookimpl
+    from evals.quality.tasks import Row, Task
+
+
+    def row(question, answer):
+        return Row(f"{question} Answer yes or no.", f"Question: {question}\\nAnswer:", answer)
+
+
+    def right(written, answer):
+        return written.strip().lower().startswith(answer)
+
+
+    @hookimpl
+    def outweigh_register_eval(register):
+        register("yes_no", Task("question", "answer", row, right, stop=("\\n",)))
+
+What was made for lm-evaluation-harness goes through evals.quality.lm_eval_model.
 """
 
 from __future__ import annotations
@@ -18,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.errors import UserError
+from core.registry import Registry
 from core.sampling import SamplingParams
 from evals.quality.arms import Arms, both, written
 from evals.quality.data import Choice, read_rows
@@ -106,17 +126,32 @@ TASKS: Mapping[str, Task] = {
 }  # fmt: skip
 
 
-def task_of(text: str) -> tuple[str, str]:
+def known_tasks(plugins: Seq[str]) -> dict[str, Task]:
+    """TASKS, and those that installed plugins and `plugins` offer.
+
+    Raises RunError, with the plugin's name, for what is no Task and for a name that is taken.
+    """
+    found = dict(TASKS)
+
+    def register(name: str, task: Task) -> None:
+        if name in found or not isinstance(task, Task):
+            raise TypeError(f"task {name!r} is offered twice, or is no Task of evals.quality.tasks")
+        found[name] = task
+
+    Registry(plugins).hooks.call("outweigh_register_eval", register)
+    return found
+
+
+def task_of(text: str, known: Mapping[str, Task]) -> tuple[str, str]:
     """NAME=SOURCE of the command line. Raises UserError for a name that is no task."""
     name, mark, source = text.partition("=")
-    if not mark or not source or name not in TASKS:
-        raise UserError(f"--task takes NAME=SOURCE, not {text}: NAME is one of {', '.join(TASKS)}")
+    if not mark or not source or name not in known:
+        raise UserError(f"--task takes NAME=SOURCE, not {text}: NAME is one of {', '.join(known)}")
     return name, source
 
 
-def read_task(name: str, source: str, args: Any) -> list[Row]:
+def read_task(task: Task, source: str, args: Any) -> list[Row]:
     """The first `args.task_limit` rows of a source."""
-    task = TASKS[name]
     fields = args.question_field or task.question_field, args.answer_field or task.answer_field
     choice = Choice(split=args.split, limit=args.task_limit)
     rows = read_rows(source, choice, fields, ("--question-field", "--answer-field"))
@@ -126,11 +161,12 @@ def read_task(name: str, source: str, args: Any) -> list[Row]:
 def tasks(arms: Arms, progress: Progress) -> tuple[dict[str, Any], list[Finding]]:
     """The record of the part, by task, and a finding for each."""
     args = arms.args
-    sources = [task_of(text) for text in args.task]
+    known = known_tasks(args.plugins)
+    sources = [task_of(text, known) for text in args.task]
     brief = {f"{name} {Path(source).name}": (name, source) for name, source in sources}
     if len(brief) < len(set(sources)):  # two files of one name
         brief = {f"{name} {source}": (name, source) for name, source in sources}
-    rows = {label: read_task(*one, args) for label, one in brief.items()}
+    rows = {label: read_task(known[name], source, args) for label, (name, source) in brief.items()}
 
     def make(engine: Engine) -> dict[str, list[tuple[Row, list[int]]]]:
         return {name: _prompts(engine, its, args, name) for name, its in rows.items()}
@@ -140,7 +176,7 @@ def tasks(arms: Arms, progress: Progress) -> tuple[dict[str, Any], list[Finding]
             name: written(
                 engine,
                 [ids for _, ids in its],
-                [_params(engine, TASKS[name.partition(" ")[0]], args)] * len(its),
+                [_params(engine, known[name.partition(" ")[0]], args)] * len(its),
                 progress,
                 f"{arm}, {name}",
             )
@@ -150,7 +186,7 @@ def tasks(arms: Arms, progress: Progress) -> tuple[dict[str, Any], list[Finding]
     asked, made = both(arms, make, write, progress, ("--task-tokens", args.task_tokens))
     tables, findings = {}, []
     for name, its in asked.items():
-        task = TASKS[name.partition(" ")[0]]
+        task = known[name.partition(" ")[0]]
         table = _tabled(task, [row for row, _ in its], made.base[name], made.other[name], args.seed)
         tables[name] = {**table, "num_left_out": len(rows[name]) - len(its)}
         findings.append(judge_task(name, table, made.limits))

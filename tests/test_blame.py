@@ -1,0 +1,141 @@
+"""Whoever raises is named, in one sentence: while an engine is made, in a plan, in a step."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from core import Engine, RunError, SamplingParams
+from core.batch import BatchShape
+from core.seams import Span
+from plugins.fusion.none import NoFusion
+from plugins.graphs.none import NoGraphs
+from plugins.kv.contiguous import Contiguous
+from plugins.sched.fifo import Fifo
+
+SMALL = {"model": "random:tiny", "device": "cpu", "max_model_len": 64, "kv_cache_bytes": 1 << 22}
+PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def fail(*_, **__):
+    raise KeyError("gone")
+
+
+def broken(base, method):
+    """A class of this module, one of whose methods raises."""
+
+    def raises(self, *_, **__):
+        raise KeyError("gone")
+
+    raises.__signature__ = inspect.signature(getattr(base, method))
+    return type(f"Broken{base.__name__}", (base,), {method: raises, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("seam", "base", "method"),
+    [
+        ("kv", Contiguous, "capacity"),
+        ("kv", Contiguous, "bind"),
+        ("kv", Contiguous, "metadata"),
+        ("kv", Contiguous, "sink"),
+        ("fusion", NoFusion, "spans"),
+    ],
+)
+def test_a_method_that_raises_while_an_engine_is_made(seam, base, method):
+    found = rf"^{seam} 'Broken\w+' of .*test_blame.py failed in raises: KeyError: 'gone'; choose"
+    with pytest.raises(RunError, match=found):
+        Engine(**SMALL, **{seam: broken(base, method)})
+
+
+class Looks(NoFusion):
+    """Raises where it looks at the weights, or where the engine looks at its span."""
+
+    spans_made = ()
+
+    def weights(self, weights):
+        return fail()
+
+    def spans(self, facts, device):
+        return self.spans_made
+
+
+class Asks(NoFusion):
+    def spans(self, facts, device):
+        return [Span("asks", ("act_mul",), fail, fail)]
+
+
+class Cuts(NoGraphs):
+    def cut(self):
+        return [f"{self.nothing} attention"]
+
+
+@pytest.mark.parametrize(
+    ("seam", "offer", "said"),
+    [
+        ("fusion", Looks, "failed in fail: KeyError"),
+        ("fusion", Asks, "failed in fail: KeyError"),
+        ("graphs", Cuts, "failed in cut: AttributeError"),
+    ],
+)
+def test_optional_methods_and_functions_of_a_span(seam, offer, said):
+    with pytest.raises(RunError, match=f"{seam} '{offer.__name__}' of .*test_blame.py {said}"):
+        Engine(**SMALL, **{seam: offer})
+
+
+class Dies(Fifo):
+    """A scheduler that raises in one of its methods."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def key(self, seq, clock):
+        return fail() if self.at == "key" else seq.order
+
+    def chunk(self, seq, budget):
+        return fail() if self.at == "chunk" else budget
+
+
+def test_a_scheduler_that_raises():
+    """In `key` nothing has been queued; in `chunk` the run ends, and ends again if one goes on."""
+    with Engine(**SMALL, sched=Dies("key")) as engine:
+        with pytest.raises(RunError, match="sched 'Dies' of .* failed in fail: KeyError"):
+            engine.generate("The sea", PARAMS)
+        assert not engine.has_unfinished()
+    with Engine(**SMALL, sched=Dies("chunk")) as engine:
+        engine.add_request("The sea", PARAMS)
+        for _ in range(2):
+            with pytest.raises(RunError, match="sched 'Dies' of .* failed in fail"):
+                engine.step()
+
+
+class Stumbles(Contiguous):
+    def attend(self, layer, q, batch):
+        return fail() if len(q) > 3 else super().attend(layer, q, batch)
+
+
+def test_a_step_that_raises_ends_its_requests_and_no_others():
+    with Engine(**SMALL, kv=Stumbles) as engine:
+        bad, good = engine.generate(["The sea"], PARAMS) + engine.generate(["A"], PARAMS)
+    assert bad.finish_reason == "error" and good.finish_reason == "length"
+    assert bad.error.startswith("kv 'Stumbles' of ") and bad.error.endswith("KeyError: 'gone'")
+
+
+class Shapeless(NoGraphs):
+    captures = True
+
+    def shapes(self, limits):
+        return [BatchShape(*self.nothing)]
+
+
+@pytest.mark.gpu
+def test_shapes_that_raise():
+    with pytest.raises(RunError, match="graphs 'Shapeless' of .* failed in shapes"):
+        Engine(model="random:tiny", graphs=Shapeless)
+
+
+def test_what_is_nobodys_fault_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("core.compose.load_model", fail)
+    with pytest.raises(KeyError):
+        Engine(**SMALL)
