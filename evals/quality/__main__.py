@@ -122,6 +122,8 @@ def _of_written(parser: argparse.ArgumentParser) -> None:
 
 def _parts(text: str) -> tuple[str, ...]:
     wanted = tuple(text.split(","))
+    if len(set(wanted)) < len(wanted):
+        raise argparse.ArgumentTypeError(f"{text} names a part twice: name each once")
     if unknown := sorted(set(wanted) - set(PARTS)):
         known = ",".join(PARTS)
         raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}: choose from {known}")
@@ -165,6 +167,9 @@ def main(argv: Seq[str] | None = None) -> int:
         message = " ".join(str(error).split()).replace("--max-model-len", "--tokens")
         print(f"outweigh: error: {message}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("outweigh: interrupted, nothing was written", file=sys.stderr)
+        return 130
     return EXIT_CODES[record["verdict"]]
 
 

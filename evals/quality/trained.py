@@ -73,7 +73,7 @@ def _multikey(
         raise UserError(f"{what}: ask for longer ones with --lengths, or give more --data")
     ids, used = list[int](), 0
     for i, needle in enumerate(needles):
-        upto = round(room * i / (num - 1))
+        upto = round(room * i / max(1, num - 1))
         ids += [*filler_ids[used:upto], *needle]
         used = upto
     found = []

@@ -29,9 +29,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from core.errors import RunError, UserError
+from core.errors import RunError, UserError, explained
 from evals import records
 from evals.arguments import count, positive, seed
+from evals.quality.data import Choice, read_documents
 from evals.speed.arms import on_cpu, where
 from evals.speed.ladder import lossy, markdown, report, rungs
 from evals.speed.ladder.ceilings import ceilings
@@ -65,6 +66,10 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "prefix_tokens": (24, 256),
 }
 FEWEST_REQUESTS = 8
+SHARED = (
+    "model", "device", "dtype", "plugins", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "kv_cache_bytes", "seed",
+)  # fmt: skip
 KV_SHARE = 0.5  # of full seats at full length, where --kv-cache-bytes is left open
 
 
@@ -98,6 +103,11 @@ class Ablation:
         wanted = [] if args.arm and args.rungs is None else rungs.chosen(known, args.rungs)
         wanted += [rungs.own_rung(text) for text in args.arm]
         ladder = rungs.build(self.base, wanted, self.common, device=self.device)
+        for text in args.arm:
+            if reason := ladder.left_out.get(rungs.own_rung(text).name):
+                raise UserError(f"--arm {text}: {reason}")
+        if args.quality_data and not any(lossy.is_lossy(arm, self.common) for arm in ladder.arms):
+            raise UserError("no arm is lossy, so nothing reads --quality-data: leave it out")
         if len(ladder.arms) < 2:
             why = "; ".join(f"{name}: {reason}" for name, reason in ladder.left_out.items())
             raise UserError(f"there is nothing to measure beside the baseline: {why}")
@@ -138,7 +148,6 @@ class Ablation:
     def run(self, bar: Bar) -> Iterator[dict[str, Any]]:
         """The document, each time that a phase is through; after an interruption what there is."""
         args = self.args
-        args.out.mkdir(parents=True, exist_ok=True)
         self.fit(bar)
         store = Store(args.out, self.about(), resume=args.resume)
         expected = self.plan.expected()
@@ -279,7 +288,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("ablation"), metavar="DIR")
+    add("--out", type=Path, default=Path("ablation"), metavar="DIR", help="default: ablation")
     add("--rungs", nargs="+", metavar="NAME", help="names or patterns of a shell; all: every rung")
     add("--arm", action="append", default=[], metavar="NAME=FIELD=VALUE",
         help="a rung of your own, on top; without --rungs in place of the ladder")  # fmt: skip
@@ -353,9 +362,25 @@ def check(args: argparse.Namespace) -> None:
             f"the baseline takes a prompt in one step, of {args.max_num_batched_tokens} tokens, "
             f"and max_model_len is {args.max_model_len}: raise --max-num-batched-tokens"
         )
+    if clash := [name for name in args.base if name in SHARED]:
+        option = f"--{clash[0].replace('_', '-')}"
+        raise UserError(f"--base sets {clash[0]}, which all arms share: give {option} instead")
+    if args.quality_data:
+        read_documents(args.quality_data, Choice())
+    check_out(args.out, is_needed=not args.dry_run)
     if not args.dry_run:
         report.check()
-        records.check_folder(args.out / "result.json" if args.out.is_dir() else args.out)
+
+
+def check_out(out: Path, *, is_needed: bool) -> None:
+    """Raises UserError for what is no folder of results; makes it where it `is_needed`."""
+    for path in (out, out / "runs"):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is there and no folder: name another --out")
+    if is_needed:
+        with explained(f"{out} cannot be made", "name another --out"):
+            out.mkdir(parents=True, exist_ok=True)
+        records.check_folder(out / "result.json")
 
 
 def main(argv: Seq[str] | None = None) -> int:

@@ -182,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.seats and args.seats < max(args.sequences):
+        parser.error(f"--seats {args.seats} cannot hold {max(args.sequences)} sequences: raise it")
 
     from core.config import parse_setting
     from core.engine import Engine

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.errors import RunError, UserError
+from core.errors import RunError, UserError, explained
 from evals import records
 from evals.speed.arms import in_turn
 from evals.speed.paired import Question
@@ -95,19 +95,30 @@ class Store:
 
     def _read(self, name: str) -> Any:
         path = self._folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read(path) if path.is_file() else None
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         records.write(self._folder / name, dict(content))
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What `records.write` has written. Raises UserError where that is not what it is."""
+    advice = "remove it, and --resume measures it again"
+    with explained(f"{path} is damaged", advice):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(found, dict) and found):
+            raise ValueError("it holds no object")
+    return found
+
+
 def study_in(folder: Path) -> dict[str, Any] | None:
     """What makes the study whose runs a folder holds; None where it holds none."""
     path = folder / "runs" / PLAN
-    if not path.is_file():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    if path.is_file():
+        return read(path)
+    if path.parent.is_dir() and any(path.parent.iterdir()):
+        raise UserError(f"{path.parent} holds runs of an unknown study: name another --out")
+    return None
 
 
 class Runs:
