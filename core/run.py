@@ -46,6 +46,7 @@ COMMANDS = {
     "env": "versions, GPUs, and which offers run here (run --env)",
     "check": "run the conformance suite of a seam against an offer",
     "new": "write a third-party package that works, to begin from",
+    "gate": "hold a working tree to its budgets, and its speed to that of another revision",
 }
 
 
@@ -79,7 +80,7 @@ def dispatch(argv: Sequence[str]) -> int:
     if command in own:
         return run(own[command])
     if command in COMMANDS:
-        return int(importlib.import_module(f"core.{command}").main(rest))
+        return int(importlib.import_module(f"core.testing.{command}").main(rest))
     if command not in ("-h", "--help"):
         hint = did_you_mean(command, COMMANDS, "commands")
         raise UserError(f"there is no command '{command}'{hint}")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import core
+import core.testing
 from core import run as cli, show
 from core.config import RunConfig
 from core.errors import RunError, UserError
@@ -548,10 +549,10 @@ def test_commands(outweigh):
 
 def test_a_command_of_its_own_module(monkeypatch, tmp_path, outweigh):
     (tmp_path / "dream.py").write_text("def main(argv): print(argv); return 5")
-    monkeypatch.setattr(core, "__path__", [*core.__path__, str(tmp_path)])
+    monkeypatch.setattr(core.testing, "__path__", [*core.testing.__path__, str(tmp_path)])
     monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "dream": ""})
     assert outweigh("dream", "--deep") == (5, "['--deep']\n", "")
-    del sys.modules["core.dream"]
+    del sys.modules["core.testing.dream"]
 
 
 # Runs that fail
