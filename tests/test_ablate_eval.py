@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from core.errors import UserError
 from evals.speed import ablate
 from evals.speed.ablate import Ablation, main, parse
-from evals.speed.ladder import charts, report
+from evals.speed.ladder import charts, report, study
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Engines
 from evals.speed.ladder.split import part_of
@@ -229,6 +230,39 @@ def test_a_command_that_cannot_be_carried_out_is_one_sentence(options, said, tmp
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--base max_num_seqs=2", "give --max-num-seqs instead"),
+        ("--base model=random:tiny", "give --model instead"),
+        ("--arm a=kv=nope", "there is no kv called 'nope'"),
+        ("--arm a=kv=paged", "it changes nothing of 'paged'"),
+        ("--quality-data /nowhere/a.txt", "there is no file or folder /nowhere/a.txt"),
+        ("--quality-data text.txt", "no arm is lossy"),
+        ("--out text.txt", "text.txt is there and no folder"),
+        ("--out text.txt --dry-run", "text.txt is there and no folder"),
+        ("--out text.txt/more", "text.txt/more cannot be made"),
+        ("--out other", "holds runs of an unknown study"),
+    ],
+)
+def test_what_can_only_fail_later_is_refused_at_once(tmp_path, monkeypatch, capsys, options, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Once upon a time there was a lighthouse. " * 20)
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    (tmp_path / "other" / "runs" / "capacity--000--paged.json").write_text("{}")
+    assert main([*FEW.split(), *options.split()]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and len(said.err.splitlines()) == 1 and not said.out
+
+
+@pytest.mark.parametrize("content", ["", '{"a":', "[]", "{}"])
+def test_a_damaged_run_is_named(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"a\.json is damaged: .*; remove it"):
+        study.read(path)
 
 
 @pytest.mark.parametrize("options", ["--load 0.98", "--base kw=paged", "--rounds 0"])

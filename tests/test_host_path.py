@@ -224,3 +224,10 @@ def test_a_batch_that_does_not_decode_as_a_whole_is_no_measurement(capsys):
     arguments = ["--sequences", "3", "--seats", "2", "--steps", "3", "--context", "8"]
     assert host_path.main(["--device", "cpu", *arguments]) == 1
     assert "in 3 of 3 steps not all of 3 sequences decoded" in capsys.readouterr().err
+
+
+def test_more_sequences_than_seats_are_refused_at_once(capsys):
+    with pytest.raises(SystemExit) as end:
+        host_path.main("--device cpu --sequences 2 --seats 1".split())
+    assert end.value.code == 2
+    assert "--seats 1 cannot hold 2 sequences" in capsys.readouterr().err

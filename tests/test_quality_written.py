@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from core import Engine
 from core.errors import RunError, UserError
 from evals import intervals
-from evals.quality import haystacks, tasks as tasks_module, trained
+from evals.quality import __main__ as command, haystacks, tasks as tasks_module, trained
 from evals.quality.__main__ import main
 from evals.quality.data import Choice, read_rows
 from evals.quality.generation import Prompt, Text, compared, prompts_of, survival
@@ -245,6 +245,24 @@ def test_items_in_the_words_of_training(tiny, kind):
             assert abs(text.index(answer.strip()) / len(text) - depth) < 0.15
     shared = [item.prompt_ids[:600] for _, item in found.items]
     assert all(ids == shared[0] for ids in shared)
+
+
+def test_one_needle_with_a_name(tiny):
+    """Of a depth alone, in a short text."""
+    filler = tiny.tokenizer.encode("Some words that say nothing. " * 100)
+    rng = np.random.default_rng(1)
+    found = trained.context("multikey", 128, [0.5], pieces_of(tiny), filler, rng)
+    ((_, item),) = found.items
+    assert len(item.prompt_ids) + len(item.answer_ids) <= 128
+
+
+def test_an_interruption_is_one_sentence(monkeypatch, capsys, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "evaluate", interrupted)
+    assert main(["--parts", "recall", "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "outweigh: interrupted, nothing was written\n"
 
 
 def options(**replaced):
