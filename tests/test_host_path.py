@@ -221,7 +221,7 @@ def test_phases_are_exclusive_and_add_up():
 
 
 def test_a_batch_that_does_not_decode_as_a_whole_is_no_measurement(capsys):
-    arguments = ["--sequences", "3", "--seats", "2", "--steps", "3", "--context", "8"]
+    arguments = "--sequences 3 --steps 3 --context 8 --set kv.num_blocks=9".split()
     assert host_path.main(["--device", "cpu", *arguments]) == 1
     assert "in 3 of 3 steps not all of 3 sequences decoded" in capsys.readouterr().err
 

@@ -215,7 +215,9 @@ def scoring():
 
 
 def test_what_scoring_raises_reaches_whoever_asks(engines):
-    with pytest.raises(UserError, match="max_model_len is 300"):
+    with pytest.raises(
+        UserError, match="a sequence of 301 tokens is longer than max_model_len 300"
+    ):
         next(slices(engines["base"], [1] * 301, 8))
     with pytest.raises(UserError, match="rows is 0"):
         compare(engines, [PAIR], IDS, 0)

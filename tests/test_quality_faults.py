@@ -296,6 +296,8 @@ def test_codes_by_channel_pass_what_their_offer_is_held_to(run, kv, model):
     code, findings, out = run(name, model, f"{TEXT} {options}")
     said = {metric: finding["verdict"] for metric, finding in findings.items()}
     assert said.pop("drift") == "not shown" and code == 3
+    # The log-loss of 2,392 positions is known to 0.013, and INT4 may cost 0.02.
+    assert said.pop("delta_nats") in ("pass", "not shown"), out
     assert set(said.values()) == {"pass"}, out
 
 
