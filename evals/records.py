@@ -1,4 +1,4 @@
-"""What every measurement writes: one JSON document, whole or not at all, and where it was made."""
+"""What every measurement writes: documents, whole or not at all, and where they were made."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ def check_folder(path: Path | None) -> None:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
+    """A JSON document, by `write_text`."""
+    write_text(path, json.dumps(document, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """What stood there before stays until the new file is whole."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}; name another") from error

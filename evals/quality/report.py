@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,8 @@ def check(folder: Path) -> None:
 def write(folder: Path, record: Mapping[str, Any]) -> None:
     """All three files; what stood there before stays until each is whole."""
     records.write(folder / "result.json", dict(record))
-    _replace(folder / "result.md", markdown(record))
-    _replace(folder / "report.html", page(record))
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror}; name another") from error
+    records.write_text(folder / "result.md", markdown(record))
+    records.write_text(folder / "report.html", page(record))
 
 
 def title(record: Mapping[str, Any]) -> str:

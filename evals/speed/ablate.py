@@ -24,7 +24,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from evals.speed.ladder.phases import Climb, Plan, checked
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Common, Engines
 from evals.speed.ladder.split import split
-from evals.speed.ladder.study import Store, Timetable, study_in, write_text
+from evals.speed.ladder.study import Store, Timetable, study_in
 from evals.speed.replication import DEFAULT_PAIRS
 
 # What is left open, on a CPU and on CUDA. A CPU's are for the embedded model.
@@ -208,8 +208,8 @@ class Ablation:
     def write(self, document: dict[str, Any]) -> None:
         out = self.args.out
         records.write(out / "result.json", document)
-        write_text(out / "result.md", markdown.text(document))
-        write_text(out / "report.html", report.html(document))
+        records.write_text(out / "result.md", markdown.text(document))
+        records.write_text(out / "report.html", report.html(document))
 
     # -------- how long it takes
 
@@ -362,14 +362,19 @@ def check(args: argparse.Namespace) -> None:
             f"the baseline takes a prompt in one step, of {args.max_num_batched_tokens} tokens, "
             f"and max_model_len is {args.max_model_len}: raise --max-num-batched-tokens"
         )
-    if clash := [name for name in args.base if name in SHARED]:
-        option = f"--{clash[0].replace('_', '-')}"
-        raise UserError(f"--base sets {clash[0]}, which all arms share: give {option} instead")
+    refuse_shared(args.base)
     if args.quality_data:
         read_documents(args.quality_data, Choice())
     check_out(args.out, is_needed=not args.dry_run)
     if not args.dry_run:
         report.check()
+
+
+def refuse_shared(base: Mapping[str, Any]) -> None:
+    """Raises UserError where --base sets a field that all arms share."""
+    if clash := [name for name in base if name in SHARED]:
+        option = "-p" if clash[0] == "plugins" else f"--{clash[0].replace('_', '-')}"
+        raise UserError(f"--base sets {clash[0]}, which all arms share: give {option} instead")
 
 
 def check_out(out: Path, *, is_needed: bool) -> None:

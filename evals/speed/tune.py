@@ -32,7 +32,7 @@ from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
 from evals.arguments import count, positive, seed
-from evals.speed.ablate import SIZES, assignments
+from evals.speed.ablate import SIZES, assignments, refuse_shared
 from evals.speed.arms import on_cpu, where
 from evals.speed.ladder.loads import Mix
 from evals.speed.ladder.progress import Bar
@@ -63,8 +63,8 @@ class Search:
     """One variable at a time. `brackets` are those of every candidate that was tried, `refused`
     says why others were not."""
 
-    def __init__(self, tuner: Tuner, common: dict[str, Any], engines: Engines | None) -> None:
-        self._tuner, self._common, self._engines = tuner, common, engines
+    def __init__(self, tuner: Tuner, common: dict[str, Any]) -> None:
+        self._tuner, self._common = tuner, common
         self.brackets: dict[str, Bracket] = {}
         self.refused: dict[str, str] = {}
         self.best: Arm | None = None
@@ -88,8 +88,6 @@ class Search:
             self.refused[arm.name] = str(error)
             return
         yield arm.name
-        if self._engines is not None:
-            self._engines.retain([arm])
         best = None if self.best is None else self.brackets[self.best.name].holds
         try:
             found = self._tuner.bracket(arm, None if best is None else best.rate)
@@ -198,6 +196,7 @@ def check(args: argparse.Namespace) -> None:
     if clash := [f for f in FIELDS.values() if f in args.base]:
         name = next(name for name, field in FIELDS.items() if field == clash[0])
         raise UserError(f"--base sets {clash[0]}, which --{name} varies: give --{name} instead")
+    refuse_shared(args.base)
     for path in (args.out, args.json):
         records.check_folder(path)
 
@@ -238,7 +237,7 @@ def tune(args: argparse.Namespace) -> int:
             effort = Effort(args.runs, args.most_runs, args.resolution)
             tuner = Tuner(engines, target, effort, args.seed)
             tuner.check(args.num_requests)
-            search = Search(tuner, common, engines)
+            search = Search(tuner, common)
             for i, name in enumerate(search.run({**BASE, **args.base}, values)):
                 bar.run("tune", name, i)
     return report(args, target, search, tuner, common)

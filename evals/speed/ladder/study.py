@@ -8,7 +8,6 @@ own as soon as it has ended, so that a study that is killed loses the run in fli
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -181,13 +180,3 @@ def _places(block: Block, timetable: Timetable) -> Iterator[tuple[int, str]]:
     for i in range(timetable.num_rounds):
         for name in in_turn(block.arms, i):
             yield i, name
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror}; name another") from error

@@ -144,6 +144,7 @@ class Tuner:
     def bracket(self, arm: Arm, above: float | None = None) -> Bracket:
         """The largest rate of an arm. With `above`, only if it is larger than that rate: else
         `holds` is None, at the price of one probe."""
+        self._runner.retain([arm])
         capacity = self.capacity(arm)
         highest, step = HIGHEST * capacity, 1 + self._effort.resolution
         holds: Probe | None = None
