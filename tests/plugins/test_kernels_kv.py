@@ -7,6 +7,7 @@ bfloat16 is wrong.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -177,14 +178,25 @@ def test_decode_with_scores_far_apart(place):
 
 
 def test_splits_fill_the_gpu_and_never_depend_on_lengths():
-    from plugins.kv.kernels.decode import default_num_splits
+    from plugins.kv.kernels.decode import NARROW, WIDE, default_launch
 
-    assert [default_num_splits(rows, 8, 132) for rows in (1, 8, 64, 256)] == [32, 7, 2, 1]
-    assert default_num_splits(1, 2, 132) == 64
-    for rows in range(1, 300):
-        splits = default_num_splits(rows, 8, 132)
-        assert splits * rows * 8 >= 256 and (rows == 1 or splits * rows * 8 >= 3 * 132)
-        assert splits == 1 or rows * 8 < 4 * 132
+    found = [default_launch(rows, 8, 132) for rows in (1, 8, 32, 48, 64, 72, 256)]
+    assert [splits for splits, _ in found] == [32, 7, 2, 1, 1, 2, 1]
+    assert "".join("N" if share is NARROW else "W" for _, share in found) == "WWNWNWW"
+    assert default_launch(1, 2, 132) == (64, WIDE)
+    for rows in range(2, 300):
+        splits, share = default_launch(rows, 8, 132)
+        waves = splits * rows * 8 / (share.per_sm * 132)
+        assert waves / math.ceil(waves) > (0.65 if rows > 24 else 0.5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_decode_in_narrow_tiles(place, num_splits, monkeypatch):
+    """What 25 to 98 rows of 8 KV heads may take on a GPU, with few rows."""
+    from plugins.kv.kernels import decode
+
+    monkeypatch.setattr(decode, "default_launch", lambda *_: (num_splits, decode.NARROW))
+    check_decode(place, (4, 2, 128, 16), [1, 129, 0, 70, 33], 4, None)
 
 
 # ------------------------------------------------------------------------------------------ prefill

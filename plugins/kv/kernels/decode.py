@@ -6,7 +6,7 @@ The query heads of one KV head are the rows of one tile: keys and values are rea
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -19,8 +19,19 @@ from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TILE_ELEMENTS = 8 * 1024  # of K a tile: in bf16, three programs of three stages share an SM
 _H200_SMS = 132
+
+
+class Residency(NamedTuple):
+    """Tiles of `tile_elements` of K (bf16), fetched `num_stages` ahead: that `per_sm` programs
+    share an SM."""
+
+    tile_elements: int
+    num_stages: int
+    per_sm: int
+
+
+WIDE, NARROW = Residency(8 * 1024, 3, 3), Residency(4 * 1024, 4, 4)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -131,15 +142,27 @@ def choose_num_splits(num_programs: int, num_sms: int, num_kv_heads: int, per_sm
     return min(most, triton.cdiv(per_sm * num_sms, num_programs))
 
 
-def default_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
-    """On an H200 with 8 KV heads: 32 for one row, 7 for 8, 2 for 64, 1 from 66 on.
+def default_launch(num_rows: int, num_kv_heads: int, num_sms: int) -> tuple[int, Residency]:
+    """Splits of a row's context, and how programs share an SM. On an H200 with 8 KV heads: 32 for
+    one row, 7 for 8; from 25 rows to 98 whichever of one and two leaves the last wave fullest.
 
-    Three programs share an SM. With fewer rows one wave of them is best (8 rows of 1,088 tokens:
-    15.3 µs, in a wave and a half 17.2), with more the second wave should not be a short one (64
-    rows: 74 µs in two and a half, 80 in one and a third).
+    For 1,088 tokens a row in bf16, µs, with the merge: 64 rows 69.9 in one wave of narrow tiles,
+    73.5 in two and a half of wide ones and two splits, 80 in one and a third (their bytes: 67.3);
+    32 rows 39.8 against 42.9; 48 rows in one wave of wide tiles 53.2, in two splits 56.2. From two
+    full waves on they hardly differ (256 rows: 262.5 both), nor do the rows end together there.
     """
     programs = num_rows * num_kv_heads
-    return choose_num_splits(programs, num_sms, num_kv_heads, 3 if programs < 2 * num_sms else 4)
+    if 2 * programs < 3 * num_sms:
+        return choose_num_splits(programs, num_sms, num_kv_heads, WIDE.per_sm), WIDE
+    if programs >= 2 * WIDE.per_sm * num_sms:
+        return 1, WIDE
+
+    def fill(launch: tuple[int, Residency]) -> float:
+        """Of the SMs over all waves, to a tenth: less is noise, and the first is the simplest."""
+        waves = programs * launch[0] / (launch[1].per_sm * num_sms)
+        return round(waves / math.ceil(waves), 1)
+
+    return max(((1, WIDE), (1, NARROW), (2, WIDE), (2, NARROW)), key=fill)
 
 
 def decode_attention(
@@ -168,9 +191,9 @@ def decode_attention(
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = k_NKBD.shape[1]
     padded = triton.next_power_of_2(head_dim)
-    tile_n = _tile_n(padded, k_NKBD.element_size())
-    if num_splits is None:
-        num_splits = default_num_splits(num_rows, num_kv_heads, num_sms(q_THD.device))
+    chosen, residency = default_launch(num_rows, num_kv_heads, num_sms(q_THD.device))
+    num_splits = num_splits or chosen
+    tile_n = _tile_n(residency.tile_elements, padded, k_NKBD.element_size())
     partial, lse = out, out
     if num_splits > 1:
         shape = (num_rows, num_heads, num_splits)
@@ -184,7 +207,7 @@ def decode_attention(
         GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
         BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n,
         LINES=max(1, padded * k_NKBD.element_size() // 128), SPLIT=num_splits > 1,
-        num_warps=4, num_stages=3, **early(out.device),
+        num_warps=4, num_stages=residency.num_stages, **early(out.device),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, seq_lens_R, num_decodes, out, tile_n)
@@ -211,8 +234,7 @@ def merge_splits(
     )  # fmt: skip
 
 
-def _tile_n(head_dim_padded: int, element_size: int) -> int:
-    elements = _TILE_ELEMENTS
+def _tile_n(elements: int, head_dim_padded: int, element_size: int) -> int:
     if element_size == 4:
         elements //= 4  # float32 goes without tensor cores, where wide tiles spill registers
     return max(16, min(128, elements // head_dim_padded))
