@@ -63,10 +63,9 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
     except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no error of its own
         if "memory" not in reason(error).lower():
             raise
-        raise RunError(
-            f"{plan.config.device} ran out of memory ({reason(error)[:200]}): lower "
-            "--kv-cache-bytes, kv's own options, --max-num-batched-tokens or --max-num-seqs"
-        ) from error
+        what = f"{plan.config.device} ran out of memory ({reason(error)[:200]})"
+        advice = "kv's own options, --max-num-batched-tokens or --max-num-seqs"
+        raise RunError(f"{what}: lower --kv-cache-bytes, {advice}") from error
 
 
 def _assemble(plan: Plan, counters: StepCounters, progress: Progress) -> Parts:
@@ -124,12 +123,10 @@ def _final_limits(
     ones."""
     room = kv.capacity(budget, facts, limits)
     if room.num_seqs < 1 or room.num_tokens < 2:
-        raise UserError(
-            f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len "
-            f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised): "
-            "raise --kv-cache-bytes, or lower --max-num-seqs, --max-num-batched-tokens (tables and "
-            "scratch come first) or the block size"
-        )
+        what = f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len"
+        which = f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised)"
+        advice = "raise --kv-cache-bytes, or lower --max-num-seqs, --max-num-batched-tokens (tables"
+        raise UserError(f"{what} {which}: {advice} and scratch come first) or the block size")
     longest = limits.max_model_len
     if config.max_model_len is None:
         longest = min(longest, room.num_tokens)

@@ -207,10 +207,9 @@ class Engine(AbstractContextManager["Engine"]):
     def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
         if num_prompt >= longest:
-            raise UserError(
-                f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must "
-                "hold it and at least one new token: shorten it or raise --max-model-len"
-            )
+            what = f"the prompt has {num_prompt} tokens and max_model_len is {longest}, which must"
+            advice = "shorten it or raise --max-model-len"
+            raise UserError(f"{what} hold it and at least one new token: {advice}")
         step = self.limits.max_num_batched_tokens
         if not self.config.enable_chunked_prefill and num_prompt > step:
             what = f"the prompt has {num_prompt} tokens, one step holds {step}"
@@ -220,10 +219,9 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError(refusal)
         self._refuse_ids(np.array(params.stop_token_ids))
         if params.stop and not self.tokenizer.has_text:
-            raise UserError(
-                f"stop is {params.stop!r} and the model has no tokenizer, so there is no text to "
-                "look at: give stop_token_ids, or add tokenizer.json to the model's directory"
-            )
+            what = f"stop is {params.stop!r} and the model has no tokenizer, so there is no text"
+            advice = "give stop_token_ids, or add tokenizer.json to the model's directory"
+            raise UserError(f"{what} to look at: {advice}")
         if params.keeps_history:
             self._executor.sampler.reserve()
 
@@ -254,7 +252,8 @@ class Engine(AbstractContextManager["Engine"]):
                 # Whoever comes after this call is to be in the next step, where a seat is free.
                 # Where none is, that step need not wait for the events of this one.
                 if self._depth and not self._slots.num_free and self._launch():
-                    self._schedule.reserve()  # what the plan after that would ask for first
+                    with self.plan.blaming():  # the one after that, while the host has time to
+                        self._executor.lay_out(self._schedule.foresee())
         elif not self._drain() and not self._schedule.num_running:
             if head := self._schedule.head():  # nothing runs, and it has no room: it never will
                 seq = head[2]
@@ -295,6 +294,7 @@ class Engine(AbstractContextManager["Engine"]):
         slots = step.slots[live]
         owners, stop_ids, known = s.owner[slots], s.stop_ids[slots], s.num_known[slots]
         ended = known + 1 >= s.max_total[slots]
+        s.token_times[slots, known] = s.tokens[slots, known]  # fetched while the host has time to
         try:
             step.wait()
         except Exception as error:  # noqa: BLE001  # of the device; the next step may fare better
@@ -345,12 +345,9 @@ class Engine(AbstractContextManager["Engine"]):
         return busy
 
     def _no_room(self, seq: Sequence) -> str:
-        usage = self._kv.usage()
-        return (
-            f"request {seq.request_id!r} needs room for {seq.num_tokens} tokens and "
-            f"{usage.num_tokens - usage.num_held} of the pool's {usage.num_tokens} are free "
-            "with nothing running: raise --kv-cache-bytes"
-        )
+        most, held, _ = self._kv.usage()
+        what = f"request {seq.request_id!r} needs room for {seq.num_tokens} tokens, {most - held}"
+        return f"{what} of the pool's {most} are free with nothing running: raise --kv-cache-bytes"
 
     def _take_slot(self, seq: Sequence) -> int:
         given, stop_ids = seq.params.seed, self._requests[seq.request_id].stop_ids
@@ -448,12 +445,11 @@ class Engine(AbstractContextManager["Engine"]):
                 del self._requests[request.seq.request_id]
             raise
         shows = progress and len(requests) >= _MANY
-        with progress_bar(sys.stderr) if shows else nullcontext() as bar:
+        with progress_bar(sys.stderr) if shows else nullcontext(lambda *_: None) as bar:
             for request in requests:
                 while request.output is None:
                     self._advance()
-                    if bar is not None:
-                        bar("generate", sum(r.output is not None for r in requests), len(requests))
+                    bar("generate", sum(r.output is not None for r in requests), len(requests))
         return [output for r in requests if (output := self._event(r).output)]
 
     async def stream(

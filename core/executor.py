@@ -89,6 +89,7 @@ class Executor:
         self.graph_bytes = 0  # device memory that the graphs hold
         self._shapes: dict[BatchShape, Batch] = {}
         self._views: dict[tuple[int, int, int], tuple[Any, ...]] = {}
+        self._laid_out: tuple[Any, ...] = (None,)
 
     # -------- launch
 
@@ -115,8 +116,7 @@ class Executor:
         if num_top >= 0:
             results += token_logprobs(self._logits[: len(sampled)], sampled, num_top)
         (ids, *found), wait = self._send_home(*(x[: len(sampled_slots)] for x in results))
-        logprobs = Logprobs(*found) if found else None
-        return InFlight(plan, sampled_slots, epochs, ids, logprobs, wait)
+        return InFlight(plan, sampled_slots, epochs, ids, Logprobs(*found) if found else None, wait)
 
     def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], None]]:
         """Start copies to the host; they are valid, and the step has run, once the function that is
@@ -143,8 +143,7 @@ class Executor:
 
     def _run_sampler(self, batch: Batch) -> Tensor:
         operations = self._cover(self._sample_chain, batch.shape.num_tokens)
-        live = execute(operations, batch, {"logits": self.sampler.adjusted(batch)})
-        sampled = live["sampled"]
+        sampled = execute(operations, batch, {"logits": self.sampler.adjusted(batch)})["sampled"]
         self.sampler.count(batch, sampled)
         # What the next step reads as input ids, so that it can be launched before the host knows
         # them.
@@ -161,30 +160,17 @@ class Executor:
 
     # -------- staging
 
+    def lay_out(self, plan: StepPlan | None) -> None:
+        """Fill the host arrays for `plan` ahead of its launch. Whatever is staged next takes them:
+        they serve no other plan."""
+        self._laid_out = (None,) if plan is None else (plan, *self._fill(plan))
+
     def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, BatchShape | None]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them, with the
         captured shape that runs it, if one does."""
-        num_rows = len(plan.slots)
-        lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
-        num_tokens = num_rows if lone_tokens else int(plan.query_lens.sum())
-        max_query = 1 if lone_tokens else int(plan.query_lens.max())
-        seq_lens = plan.starts + plan.query_lens
-        start = int(plan.starts[0]) if num_rows == 1 and not lone_tokens else None
-        wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), start)
-        captured = self._captured(wanted) if self._pool and not eagerly else None
-        if captured:
-            batch = self._padded(wanted, captured)
-        else:
-            batch = self._view(wanted, int(np.count_nonzero(plan.samples)))
-        host = self._staging.host()
-        tokens, query_start = self._fill_tokens(host, plan, num_tokens, batch.shape)
-        # One token a row: all of it is decoding, whoever they are.
-        num_decodes = num_rows if lone_tokens else plan.num_decodes
-        step = batch.host = HostBatch(
-            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
-            tokens[1], tokens[2], batch.shape,
-        )  # fmt: skip
-        batch.needs = self._fill_rows(host, plan, step)
+        (planned, *ready), self._laid_out = self._laid_out, (None,)
+        step, batch, captured, host = ready if planned is plan else self._fill(plan, eagerly)
+        batch.host = step
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
             self._counters.num_extra_plans += 1
             self._staging.send()
@@ -194,6 +180,28 @@ class Executor:
                 array[...] = previous[name]
         self._staging.send()
         return batch, captured
+
+    def _fill(self, plan: StepPlan, eagerly: bool = False) -> tuple[Any, ...]:
+        """The host arrays but for the kv offer's: step, batch, captured shape, and the arrays."""
+        num_rows = len(plan.slots)
+        lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
+        sums = int(plan.query_lens.sum()), int(plan.query_lens.max()), plan.num_decodes
+        # One token a row: all of it is decoding, whoever they are.
+        num_tokens, max_query, num_decodes = (num_rows, 1, num_rows) if lone_tokens else sums
+        seq_lens = plan.starts + plan.query_lens
+        start = int(plan.starts[0]) if num_rows == 1 and not lone_tokens else None
+        wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), start)
+        captured = self._captured(wanted) if self._pool and not eagerly else None
+        num_logits = int(np.count_nonzero(plan.samples))
+        batch = self._padded(wanted, captured) if captured else self._view(wanted, num_logits)
+        host = self._staging.host()
+        tokens, query_start = self._fill_tokens(host, plan, num_tokens, batch.shape)
+        step = HostBatch(
+            num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
+            tokens[1], tokens[2], batch.shape,
+        )  # fmt: skip
+        batch.needs = self._fill_rows(host, plan, step)
+        return step, batch, captured, host
 
     def _fill_tokens(
         self, host: Mapping[str, NDArray[Any]], plan: StepPlan, num_tokens: int, shape: BatchShape
@@ -339,5 +347,5 @@ class Executor:
     def hidden_states(self, plan: StepPlan) -> Tensor:
         """The final hidden states of one eager step, [T, hidden], through the stored KV path."""
         batch, _ = self._stage(plan, eagerly=True)
-        live = execute(self._cover(self._chain[:-1], batch.shape.num_tokens), batch, {})
-        return live["hidden"]
+        operations = self._cover(self._chain[:-1], batch.shape.num_tokens)
+        return execute(operations, batch, {})["hidden"]

@@ -99,10 +99,9 @@ def facts_from_config(
 
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
-    raise UserError(
-        f"The config field {name} is {reprlib.repr(value)}, but {why}; choose a published, dense "
-        "Qwen2, Qwen2.5, Qwen3, Llama or Mistral checkpoint with full attention."
-    )
+    what = f"The config field {name} is {reprlib.repr(value)}, but {why}"
+    advice = "Qwen2, Qwen2.5, Qwen3, Llama or Mistral checkpoint with full attention."
+    raise UserError(f"{what}; choose a published, dense {advice}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

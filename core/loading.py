@@ -108,14 +108,11 @@ def _find(model: str) -> tuple[Path, str]:
         raise UserError(f"{what}{hint}")
     import huggingface_hub
 
-    advice = (
-        "check the name and the connection, unset HF_HUB_OFFLINE, set HF_TOKEN where it is gated "
-        "or private, or give the directory of a copy."
-    )
+    advice = "check the name and the connection, unset HF_HUB_OFFLINE, set HF_TOKEN where it is"
+    advice += " gated or private, or give the directory of a copy."
     with explained(f"{model} is no directory, and cannot be had from the hub", advice):
-        path = huggingface_hub.snapshot_download(
-            model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS
-        )
+        wanted: dict[str, Any] = {"allow_patterns": _HUB_FILES, "ignore_patterns": _HUB_EXTRAS}
+        path = huggingface_hub.snapshot_download(model, **wanted)
     return Path(path), model
 
 

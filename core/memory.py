@@ -45,11 +45,10 @@ def device_budget(
     used = (total - free) + (2 if captures else 1) * peak + buffers + _SLACK_BYTES
     budget = int(total * utilization) - used
     if budget <= 0:
-        raise UserError(
-            f"weights, activations and graphs need {used / 2**30:.1f} GiB and "
-            f"{total * utilization / 2**30:.1f} GiB may be used: raise --gpu-memory-utilization, "
-            "or lower --max-num-batched-tokens or --max-num-seqs"
-        )
+        most = f"{total * utilization / 2**30:.1f} GiB may be used"
+        what = f"weights, activations and graphs need {used / 2**30:.1f} GiB and {most}"
+        advice = "or lower --max-num-batched-tokens or --max-num-seqs"
+        raise UserError(f"{what}: raise --gpu-memory-utilization, {advice}")
     return budget
 
 

@@ -117,9 +117,8 @@ class Registry:
         if found := self.offers[seam].get(name):
             return found
         aside = ", ".join(f"{_who(owner)} ({why})" for owner, why in self.aside.items())
-        message = (
-            f"there is no {seam} called '{name}'{did_you_mean(name, sorted(self.offers[seam]))}"
-        )
+        hint = did_you_mean(name, sorted(self.offers[seam]))
+        message = f"there is no {seam} called '{name}'{hint}"
         raise UserError(f"{message}; plugins kept aside: {aside}" if aside else message)
 
     def _add(self, owner: Owner, load: Callable[[], Any], asked: str = "") -> None:

@@ -21,11 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import core
 
 if Path(core.__file__ or "").resolve().parent != Path(__file__).resolve().parent:
-    print(
-        f"outweigh: error: {core.__file__} hides outweigh's own package 'core': "
-        "run outside that folder, or as `python -P -m core.run`",
-        file=sys.stderr,
-    )
+    what = f"outweigh: error: {core.__file__} hides outweigh's own package 'core'"
+    print(f"{what}: run outside that folder, or as `python -P -m core.run`", file=sys.stderr)
     raise SystemExit(2)
 
 from core import show

@@ -72,10 +72,9 @@ class Sampler:
             if self._history is None:
                 self._history = torch.zeros(self._shape, dtype=torch.int32, device=device)
         except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"penalties and min_tokens need {4 * math.prod(self._shape) >> 20} MiB on "
-                f"{device}, which has less left: lower --gpu-memory-utilization or --max-num-seqs"
-            ) from error
+            what = f"penalties and min_tokens need {4 * math.prod(self._shape) >> 20} MiB"
+            advice = "lower --gpu-memory-utilization or --max-num-seqs"
+            raise UserError(f"{what} on {device}, which has less left: {advice}") from error
 
     def admit(self, seq: Sequence, stop_ids: Seq[int]) -> None:
         """Set the history of the slot that `seq` has taken; all of its tokens are known."""

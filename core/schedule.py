@@ -71,6 +71,7 @@ class Schedule:
         self.prefilling: list[Sequence] = []
         self.decoding: dict[int, Sequence] = {}
         self._decoding_slots: Int32 | None = None
+        self._foreseen: StepPlan | None = None
 
     # -------- the queue
 
@@ -111,6 +112,13 @@ class Schedule:
     def plan(self) -> StepPlan | None:
         """The next step, its room reserved and its numbers advanced; None where nothing can run
         now."""
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None:
+            if foreseen.slots is self._decoding_slots:  # nobody has come or gone
+                self._counters.num_decode_tokens += foreseen.num_decodes
+                return foreseen
+            self._slots.num_computed[foreseen.slots] -= 1
+            self._slots.num_tokens[foreseen.slots] -= 1
         preempted = self._make_room_for_decodes()
         if self._sched.rekey == "step":
             self._heap = self._entries(self._waiting)
@@ -133,6 +141,18 @@ class Schedule:
         self._counters.num_decode_tokens += num_decodes
         self._counters.num_prefill_tokens += sum(lens)
         return self._commit(slots, query_lens, num_decodes)
+
+    def foresee(self) -> StepPlan | None:
+        """The next step where all seats are taken by decodes, for as long as none of them ends.
+
+        `plan` returns it, or takes it back: until then nobody is admitted or preempted.
+        """
+        slots, s = self._slots_of_decodes(), self._slots
+        full = not s.num_free and not self.prefilling and len(slots) and self.reserve() is None
+        if not full or (s.num_tokens[slots] + 1 >= s.max_total[slots]).any():
+            return None
+        self._foreseen = self._commit(slots, np.ones(len(slots), np.int32), len(slots))
+        return self._foreseen
 
     def _slots_of_decodes(self) -> Int32:
         if self._decoding_slots is None:

@@ -164,10 +164,9 @@ def _files(directory: Path) -> dict[Path, list[str]]:
         with _opened(single) as file:
             return {single: [str(name) for name in file.keys()]}
     if not index.is_file():
-        raise UserError(
-            f"{directory} has neither {_SINGLE} nor {_INDEX}; give a directory that has one of "
-            "them (pickles such as pytorch_model.bin can run code and are never loaded: convert)."
-        )
+        what = f"{directory} has neither {_SINGLE} nor {_INDEX}; give a directory that has one of"
+        why = "pickles such as pytorch_model.bin can run code and are never loaded: convert"
+        raise UserError(f"{what} them ({why}).")
     files: dict[Path, list[str]] = {}
     with explained(f"{index} is no index of safetensors files", "download it again."):
         for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items():

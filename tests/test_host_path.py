@@ -123,6 +123,40 @@ def test_between_tokens_and_the_next_launch_nothing_is_done_by_row():
     assert found[4] == found[64]
 
 
+def test_a_step_is_planned_and_laid_out_before_the_tokens_it_waits_for():
+    """Where every seat is taken. What then stands on the way to the launch is less than half."""
+    with engine_of(8) as engine:
+        foreseen = engine._schedule._foreseen
+        assert foreseen.num_decodes == 8 and engine._executor._laid_out[0] is foreseen
+        ahead = on_the_way_to_the_launch(engine)
+        assert engine._in_flight[-1][1].plan is foreseen
+        engine._executor.lay_out(None)
+        assert ahead < 0.6 * on_the_way_to_the_launch(engine), "it is laid out on the way then"
+
+
+def test_what_was_foreseen_is_taken_back_where_somebody_goes():
+    with engine_of(8) as engine:
+        slots, before = engine._slots, engine._schedule._foreseen
+        engine.abort("3")
+        starts = {seq: slots.num_computed[slot] for slot, seq in engine._schedule.decoding.items()}
+        for _ in range(2):  # with a seat free, a step is launched in the next call
+            engine.step()
+        plan = engine._in_flight[-1][1].plan
+        assert plan is not before and len(plan.slots) == 7
+        again = {slots.owner[slot]: n for slot, n in zip(plan.slots, plan.starts, strict=True)}
+        assert again == {seq: n - 1 for seq, n in starts.items()}, "it stands where it stood"
+
+
+def test_nothing_is_foreseen_where_a_length_ends_somebody():
+    with engine_of(8) as engine:
+        engine._slots.max_total[0] = engine._slots.num_tokens[0] + 2
+        found = []
+        for _ in range(2):
+            engine.step()
+            found.append(engine._schedule._foreseen is not None)
+        assert found == [True, False]
+
+
 def test_what_is_done_by_row_after_the_launch():
     """An event is five calls in the core, of which three are for the text."""
 
