@@ -373,6 +373,20 @@ def test_code_from_elsewhere_is_not_taken_for_the_tree(theirs, tmp_path_factory)
     assert answer["error"].endswith("which is not in the tree")
 
 
+def test_a_process_finds_what_pythonpath_leads_to(theirs, tmp_path_factory, monkeypatch):
+    """Behind the tree, so that packages which are installed nowhere else are there."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "elsewhere.py").write_text("WIDTH = 5\n")
+    (folder / "mine.py").write_text("not python")
+    (theirs / "needs.py").write_text(
+        "import elsewhere\n\ndef f():\n    return {'n': elsewhere.WIDTH}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with gate.Worker(theirs, ".") as worker:
+        assert worker.ask(count="needs:f", **{"with": {}}) == {"found": {"n": 5}}
+        assert worker.ask(count="mine:rows", **{"with": {"num": 3}}) == {"found": {"rows": 3}}
+
+
 def test_a_process_that_dies_is_an_answer(theirs):
     (theirs / "dies.py").write_text("import os\n\ndef f():\n    os._exit(7)\n")
     with gate.Worker(theirs, ".") as worker:

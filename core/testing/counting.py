@@ -205,6 +205,7 @@ def _of_driver() -> Iterator[Counter[str]]:
             yield found
             found["allocations"] = _num_allocated() - allocated
     events: Any = profiler.events()
+    events = [event for event in events if "CPU" in str(event.device_type)]
     # The profiler itself waits for the device at its end.
     (span,) = (event.time_range for event in events if event.name == "counted steps")
     for event in events:

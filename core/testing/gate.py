@@ -37,7 +37,8 @@ class Worker(AbstractContextManager["Worker"]):
         roots = list(dict.fromkeys(str(p.resolve()) for p in (tree / path, tree)))
         names = [p.stem for p in (tree / path).glob("*") if _is_importable(p)]
         alone = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1"}
-        environment = {**alone, **os.environ, "PYTHONPATH": os.pathsep.join(roots)}
+        behind = filter(None, [os.environ.get("PYTHONPATH")])  # where packages may lie too
+        environment = {**alone, **os.environ, "PYTHONPATH": os.pathsep.join([*roots, *behind])}
         self._process = subprocess.Popen(
             [sys.executable, "-P", gate_worker.__file__],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
