@@ -253,7 +253,7 @@ class Engine(AbstractContextManager["Engine"]):
                 # Where none is, that step need not wait for the events of this one.
                 if self._depth and not self._slots.num_free and self._launch():
                     with self.plan.blaming():  # the one after that, while the host has time to
-                        self._executor.lay_out(self._schedule.foresee())
+                        self._executor.stage_ahead(self._schedule.foresee())
         elif not self._drain() and not self._schedule.num_running:
             if head := self._schedule.head():  # nothing runs, and it has no room: it never will
                 seq = head[2]

@@ -89,7 +89,7 @@ class Executor:
         self.graph_bytes = 0  # device memory that the graphs hold
         self._shapes: dict[BatchShape, Batch] = {}
         self._views: dict[tuple[int, int, int], tuple[Any, ...]] = {}
-        self._laid_out: tuple[Any, ...] = (None,)
+        self._staged: tuple[Any, ...] = (None,)  # ahead: the plan, its batch and captured shape
 
     # -------- launch
 
@@ -160,29 +160,19 @@ class Executor:
 
     # -------- staging
 
-    def lay_out(self, plan: StepPlan | None) -> None:
-        """Fill the host arrays for `plan` ahead of its launch. Whatever is staged next takes them:
-        they serve no other plan."""
-        self._laid_out = (None,) if plan is None else (plan, *self._fill(plan))
+    @torch.inference_mode()
+    def stage_ahead(self, plan: StepPlan | None) -> None:
+        """Stage `plan`, if there is one, long before its launch; `launch` takes it from there."""
+        self._staged = (None,) if plan is None else (plan, *self._stage(plan))
 
     def _stage(self, plan: StepPlan, eagerly: bool = False) -> tuple[Batch, BatchShape | None]:
         """Fill the host arrays for `plan`, send them, and give the batch that views them, with the
         captured shape that runs it, if one does."""
-        (planned, *ready), self._laid_out = self._laid_out, (None,)
-        step, batch, captured, host = ready if planned is plan else self._fill(plan, eagerly)
-        batch.host = step
-        while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
-            self._counters.num_extra_plans += 1
-            self._staging.send()
-            self._kv.begin_step(batch)
-            previous, host = host, self._staging.host()
-            for name, array in host.items():
-                array[...] = previous[name]
-        self._staging.send()
-        return batch, captured
-
-    def _fill(self, plan: StepPlan, eagerly: bool = False) -> tuple[Any, ...]:
-        """The host arrays but for the kv offer's: step, batch, captured shape, and the arrays."""
+        (planned, *staged), self._staged = self._staged, (None,)
+        if planned is plan:
+            return staged[0], staged[1]
+        if planned is not None:  # that one will not run, and took deltas with it
+            self._kv.begin_step(staged[0])
         num_rows = len(plan.slots)
         lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
         sums = int(plan.query_lens.sum()), int(plan.query_lens.max()), plan.num_decodes
@@ -196,12 +186,20 @@ class Executor:
         batch = self._padded(wanted, captured) if captured else self._view(wanted, num_logits)
         host = self._staging.host()
         tokens, query_start = self._fill_tokens(host, plan, num_tokens, batch.shape)
-        step = HostBatch(
+        step = batch.host = HostBatch(
             num_tokens, num_rows, num_decodes, plan.slots, query_start, seq_lens,
             tokens[1], tokens[2], batch.shape,
         )  # fmt: skip
         batch.needs = self._fill_rows(host, plan, step)
-        return step, batch, captured, host
+        while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
+            self._counters.num_extra_plans += 1
+            self._staging.send()
+            self._kv.begin_step(batch)
+            previous, host = host, self._staging.host()
+            for name, array in host.items():
+                array[...] = previous[name]
+        self._staging.send()
+        return batch, captured
 
     def _fill_tokens(
         self, host: Mapping[str, NDArray[Any]], plan: StepPlan, num_tokens: int, shape: BatchShape

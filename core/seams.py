@@ -203,7 +203,11 @@ class KVManager(Protocol):
 
     @spec
     def begin_step(self, batch: Batch) -> None:
-        """The device half of `plan`: the first node of a step, and of the graph of a whole one."""
+        """The device half of `plan`: the first node of a step, and of the graph of a whole one.
+
+        A step that is planned ahead may be given up. Its `begin_step` runs and no more of it does,
+        and the next one is planned for rows that stand where that one found them.
+        """
 
     @spec
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:

@@ -132,7 +132,7 @@ class Shapeless(NoGraphs):
 @pytest.mark.gpu
 def test_shapes_that_raise():
     with pytest.raises(RunError, match="graphs 'Shapeless' of .* failed in shapes"):
-        Engine(model="random:tiny", graphs=Shapeless)
+        Engine(**{**SMALL, "device": "cuda"}, graphs=Shapeless)
 
 
 def test_what_is_nobodys_fault_keeps_its_traceback(monkeypatch):

@@ -123,15 +123,15 @@ def test_between_tokens_and_the_next_launch_nothing_is_done_by_row():
     assert found[4] == found[64]
 
 
-def test_a_step_is_planned_and_laid_out_before_the_tokens_it_waits_for():
+def test_a_step_is_planned_and_staged_before_the_tokens_it_waits_for():
     """Where every seat is taken. What then stands on the way to the launch is less than half."""
     with engine_of(8) as engine:
         foreseen = engine._schedule._foreseen
-        assert foreseen.num_decodes == 8 and engine._executor._laid_out[0] is foreseen
+        assert foreseen.num_decodes == 8 and engine._executor._staged[0] is foreseen
         ahead = on_the_way_to_the_launch(engine)
         assert engine._in_flight[-1][1].plan is foreseen
-        engine._executor.lay_out(None)
-        assert ahead < 0.6 * on_the_way_to_the_launch(engine), "it is laid out on the way then"
+        engine._executor.stage_ahead(None)
+        assert ahead < 0.5 * on_the_way_to_the_launch(engine), "it is staged on the way then"
 
 
 def test_what_was_foreseen_is_taken_back_where_somebody_goes():
@@ -247,11 +247,12 @@ def test_phases_are_exclusive_and_add_up():
         patch.setattr(host_path.time, "perf_counter", lambda: next(clock) * 1e-6)
         us, num_tokens = stopwatch.step()
         num_looks = next(clock)
-    assert num_tokens == 2 and num_looks == 2 * len({"wait", *host_path.PHASES})
+    # A step is staged twice: what was staged ahead is taken, and the next one is staged.
+    assert num_tokens == 2 and num_looks == 2 * (1 + len({"wait", *host_path.PHASES}))
     assert us["host"] + us["wait"] == pytest.approx(num_looks - 1)
     # From the end of the wait: of harvest, of plan from begin to end, launch and stage begin, end.
     assert us["path"] == pytest.approx(6)
-    assert (us["wait"], us["plan"], us["stage"]) == pytest.approx((1, 1, 1))
+    assert (us["wait"], us["plan"], us["stage"]) == pytest.approx((1, 1, 2))
 
 
 def test_a_batch_that_does_not_decode_as_a_whole_is_no_measurement(capsys):

@@ -146,8 +146,8 @@ def workloads(shapes: list[BatchShape]) -> Iterator[list[int]]:
             yield [shape.max_kv]
             yield [shape.max_kv + 1]
     others = {s.num_tokens for s in shapes if not s.lone and not s.decode_only}
-    for size in _around(others, 4, _TOKENS):
-        yield [2, size - 2]
+    for size in _around(others, 2, _TOKENS):
+        yield [2, size - 2] if size > 3 else [size]
 
 
 def _around(sizes: set[int], low: int, high: int) -> list[int]:
