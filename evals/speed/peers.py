@@ -215,6 +215,23 @@ class Ours(Peer):
         free_memory()
 
 
+class Composition(Ours):
+    """This project's engine once more, composed otherwise.
+
+    Options are fields of `core.config.RunConfig` and, as SEAM.FIELD, of its offers.
+    """
+
+    def __init__(self, setup: Setup, **options: Any) -> None:
+        from core.engine import Engine
+
+        fields = {name: value for name, value in options.items() if "." not in name}
+        settings = {name: value for name, value in options.items() if "." in name}
+        shared = setup._asdict()
+        del shared["vocab_size"]
+        given = {**shared, "enable_prefix_caching": False, "settings": settings, **fields}
+        super().__init__(Engine(**given), setup.model)
+
+
 def _synchronize() -> None:
     import torch
 
@@ -375,7 +392,7 @@ def write_config(folder: Path, shape: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(content, encoding="utf-8")
 
 
-KNOWN: Mapping[str, type[Peer]] = {"vllm": Vllm}
+KNOWN: Mapping[str, type[Peer]] = {"outweigh": Composition, "vllm": Vllm}
 
 
 def find(spec: str) -> Callable[[Setup], Peer]:
