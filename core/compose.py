@@ -18,7 +18,7 @@ from core.memory import device_budget, host_budget
 from core.plan import Plan, resolve
 from core.registry import Registry
 from core.rope import rope_tables
-from core.seams import offered
+from core.seams import Capacity, offered
 from core.slots import Slots
 
 if TYPE_CHECKING:
@@ -121,13 +121,12 @@ def _final_limits(
 ) -> Limits:
     """Limits that the cache can keep: fewer sequences, and where the length was left open, shorter
     ones."""
-    room = kv.capacity(budget, facts, limits)
+    room = Capacity(*kv.capacity(budget, facts, limits))
     if room.num_seqs < 1 or room.num_tokens < 2:
         what = f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len"
         which = f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised)"
         advice = "raise --kv-cache-bytes, or lower --max-num-seqs, --max-num-batched-tokens (tables"
         raise UserError(f"{what} {which}: {advice} and scratch come first) or the block size")
-    longest = limits.max_model_len
-    if config.max_model_len is None:
-        longest = min(longest, room.num_tokens)
+    shrinks, longest = config.max_model_len is None, limits.max_model_len
+    longest = min(longest, room.num_tokens) if shrinks else longest
     return Limits(longest, min(limits.max_num_seqs, room.num_seqs), limits.max_num_batched_tokens)

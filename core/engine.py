@@ -245,25 +245,25 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _advance(self) -> None:
         """Plan and launch a step, then land those that are due."""
-        self._check_open()
-        if len(self._in_flight) > self._depth or self._launch():
-            if len(self._in_flight) > self._depth:
-                self._harvest(self._in_flight.popleft())
-                # Whoever comes after this call is to be in the next step, where a seat is free.
-                # Where none is, that step need not wait for the events of this one.
-                if self._depth and not self._slots.num_free and self._launch():
-                    with self.plan.blaming():  # the one after that, while the host has time to
+        with self.plan.blaming():
+            self._check_open()
+            if len(self._in_flight) > self._depth or self._launch():
+                if len(self._in_flight) > self._depth:
+                    self._harvest(self._in_flight.popleft())
+                    # Whoever comes after this call is to be in the next step, where a seat is free.
+                    # Where none is, that step need not wait for the events of this one, and the one
+                    # behind it is prepared while the host has time to.
+                    if self._depth and not self._slots.num_free and self._launch():
                         self._executor.stage_ahead(self._schedule.foresee())
-        elif not self._drain() and not self._schedule.num_running:
-            if head := self._schedule.head():  # nothing runs, and it has no room: it never will
-                seq = head[2]
-                self._finish(self._requests[seq.request_id], "error", self._no_room(seq))
-        self._settle()
+            elif not self._drain() and not self._schedule.num_running:
+                if head := self._schedule.head():  # nothing runs, and it has no room: it never will
+                    seq = head[2]
+                    self._finish(self._requests[seq.request_id], "error", self._no_room(seq))
+            self._settle()
 
     def _launch(self) -> bool:
         """Plan and launch a step; False where nothing can run now."""
-        with self.plan.blaming():
-            plan = self._schedule.plan()
+        plan = self._schedule.plan()
         if plan is None:
             return False
         begun = perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(ValueError):
@@ -22,10 +23,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def explained(
-    what: str,
-    advice: str,
-    kind: type[Exception] = UserError,
-    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+    what: str, advice: str, kind: type[Exception] = UserError, caught: Any = (Exception, SystemExit)
 ) -> Iterator[None]:
     """An exception that is `caught` becomes "WHAT: its reason; ADVICE", a `kind`.
 

@@ -299,9 +299,9 @@ class Executor:
     def _left_out(self) -> frozenset[str]:
         """The nodes that no graph has: what a strategy cuts out, and what depends on more of a
         shape than its tokens."""
-        if (cut := offered(self._graphs, "cut")) is None:
+        if offered(self._graphs, "cut") is None:
             return frozenset()
-        names, known = cut(), {placed.node.name: None for placed in self._chain}
+        names, known = list(self._graphs.cut()), {placed.node.name: None for placed in self._chain}
         if unknown := [name for name in names if name not in known]:
             hint = did_you_mean(unknown[0], known, "its nodes")
             raise UserError(f"graphs cut out '{unknown[0]}', no node of the decoder{hint}")

@@ -103,9 +103,9 @@ class KVUse:
         """Once a step. `num_computed` is by slot, like the rows of the kv offer."""
         self._num_steps += 1
         if self._num_steps % self._stride == 0:
-            usage, num_live = kv.usage(), int(num_computed[kv.reserved > 0].sum())
-            self._looks.append((now_s, usage.num_held, usage.num_cached, num_live))
-            self._peak = max(self._peak, usage.num_held)
+            (_, held, cached), num_live = kv.usage(), int(num_computed[kv.reserved > 0].sum())
+            self._looks.append((now_s, held, cached, num_live))
+            self._peak = max(self._peak, held)
         if len(self._looks) == _MAX_LOOKS:
             self._looks, self._stride = self._looks[1::2], self._stride * 2
 

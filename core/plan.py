@@ -9,6 +9,7 @@ resolves them.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "gpu_memory_utilization": (None, 0.9),
 }
 
+# A line of the core that asks an offer: its seam and its method.
+_ASKS = re.compile(rf"(?<![a-z])({'|'.join(SEAMS)})\.(\w+)\(")
+
 
 class Choice(NamedTuple):
     """What was chosen for one seam: the class, and the instance if an object was passed in."""
@@ -43,10 +47,12 @@ class Choice(NamedTuple):
     config: OfferConfig | None
     instance: Any = None
 
+    def __str__(self) -> str:
+        return f"{self.seam} '{self.name}' of {self.owner}"
+
     def build(self) -> Any:
         """The object, checked against its seam; an exception becomes a RunError that names it."""
-        who = f"{self.seam} '{self.name}' of {self.owner} could not be made"
-        with explained(who, f"choose another {self.seam}", RunError):
+        with explained(f"{self} could not be made", f"choose another {self.seam}", RunError):
             made = self.offer(self.config) if self.instance is None else self.instance
         return bind(self.seam, made)
 
@@ -90,16 +96,19 @@ class Plan:
             raise RunError(f"{blame}; choose another, or report that to its authors") from error
 
     def blame(self, error: BaseException) -> str | None:
-        """What `error` says, behind the offer that it came out of: the innermost on its way.
+        """What `error` says, behind the offer that it came out of: the innermost on its way, or
+        the one whose answer was of no use to the line that had asked for it.
 
         None where it met none of them.
         """
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             cls, module = type(frame.f_locals.get("self")), frame.f_globals.get("__name__")
-            for seam, name, owner, offer, *_ in self.choices:
-                if cls is offer or module == offer.__module__:
-                    method = frame.f_code.co_name
-                    return f"{seam} '{name}' of {owner} failed in {method}: {reason(error)}"
+            for choice in self.choices:
+                if cls is choice.offer or module == choice.offer.__module__:
+                    return f"{choice} failed in {frame.f_code.co_name}: {reason(error)}"
+        for seam, method in _ASKS.findall("".join(traceback.format_tb(error.__traceback__)))[-1:]:
+            if isinstance(error, TypeError | AttributeError | ValueError):
+                return f"{getattr(self, seam)} answered {method} with nonsense: {reason(error)}"
         return None
 
     def names(self) -> str:
@@ -201,8 +210,7 @@ def _refusals(plan: Plan) -> Iterator[str]:
     if plan.graphs.offer.captures and config.device == "cpu":
         yield f"{graphs} CUDA graphs and the device is cpu: choose --graphs none"
     if plan.graphs.offer.captures and not kv.offer.graph_safe:
-        why = f"steps and kv '{kv.name}' is not graph_safe"
-        yield f"{graphs} {why}: choose --graphs none or another kv"
+        yield f"{graphs} and kv '{kv.name}' is not graph_safe: choose --graphs none or another kv"
     if config.enable_prefix_caching and not kv.offer.prefix_sharing:
         why = f"prefix caching was asked for and kv '{kv.name}' cannot share prefixes"
         yield f"{why}: drop --enable-prefix-caching or choose another kv"

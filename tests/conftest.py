@@ -24,6 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("OUTWEIGH_PLUGINS", None)
 
+# The suites say what they saw where a test subclasses them, or has `core.check` run them in here.
+pytest.register_assert_rewrite(*(f"core.testing.{s}" for s in ("kv", "fusion", "graphs", "sched")))
+
 ROOT = Path(__file__).resolve().parent.parent
 # Their entry points are there where they are installed: test_packages.py does that.
 collect_ignore_glob = ["third_party/outweigh-*"]
@@ -109,6 +112,26 @@ def make_dist(tmp_path, monkeypatch):
     for module in made:
         sys.modules.pop(module, None)
     importlib.invalidate_caches()
+
+
+@pytest.fixture
+def rows(capsys):
+    """Test name to the other cells of its row, of what has been printed since the last call."""
+
+    def read():
+        found, name = {}, ""
+        for line in capsys.readouterr().out.splitlines():
+            first, *rest = [cell.strip() for cell in line.split("│")[1:-1]] or [""]
+            name = first or name
+            if first:
+                found[name] = tuple(rest)
+            elif rest:  # the row goes on
+                found[name] = tuple(
+                    f"{a}\n{b}".strip() for a, b in zip(found[name], rest, strict=True)
+                )
+        return found
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,41 @@ def test_a_step_that_raises_ends_its_requests_and_no_others():
     assert bad.error.startswith("kv 'Stumbles' of ") and bad.error.endswith("KeyError: 'gone'")
 
 
+def answering(base, method, answer):
+    """A class of this module, one of whose methods has nothing but `answer`."""
+
+    def answers(self, *_, **__):
+        return answer
+
+    answers.__signature__ = inspect.signature(getattr(base, method))
+    return type(f"Senseless{base.__name__}", (base,), {method: answers, "__module__": __name__})
+
+
+class CutsNothing(NoGraphs):
+    def cut(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("seam", "offer", "said"),
+    [
+        ("kv", answering(Contiguous, "capacity", None), "capacity with nonsense: TypeError"),
+        ("kv", answering(Contiguous, "capacity", (1,)), "capacity with nonsense: TypeError"),
+        ("kv", answering(Contiguous, "metadata", None), "metadata with nonsense: TypeError"),
+        ("fusion", answering(NoFusion, "spans", None), "spans with nonsense: TypeError"),
+        ("fusion", answering(NoFusion, "spans", ["act_mul"]), "spans with nonsense: AttributeE"),
+        ("graphs", CutsNothing, "cut with nonsense: TypeError"),
+        ("kv", answering(Contiguous, "usage", None), "usage with nonsense: TypeError"),
+        ("sched", answering(Fifo, "chunk", None), "chunk with nonsense: TypeError"),
+        ("sched", answering(Fifo, "chunk", "all"), "chunk with nonsense: TypeError"),
+    ],
+)
+def test_an_answer_of_the_wrong_kind(seam, offer, said):
+    wanted = f"^{seam} '{offer.__name__}' of .*test_blame.py answered {said}.*; choose another"
+    with pytest.raises(RunError, match=wanted), Engine(**SMALL, **{seam: offer}) as engine:
+        engine.generate("The sea", PARAMS)
+
+
 class Shapeless(NoGraphs):
     captures = True
 

@@ -95,20 +95,6 @@ def ladder(tmp_path):
     return make
 
 
-@pytest.fixture
-def rows(capsys):
-    """Test name to the other cells of its row, of what has been printed since the last call."""
-
-    def read():
-        out = capsys.readouterr().out
-        cells = [
-            [c.strip() for c in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line
-        ]
-        return {name: tuple(rest) for name, *rest in cells}
-
-    return read
-
-
 def test_a_row_for_each_clause_and_why_it_was_skipped(rows):
     assert check.main(["graphs", "none"]) == 0
     found = rows()
@@ -168,8 +154,59 @@ def test_an_offer_says_what_it_is_held_to(rows, ladder):
     assert check.main([*command, "missing=0"]) == 1
     state, _, why = rows()["test_ladders_end_at_the_maximum"]
     assert state == "failed" and why == "[XPASS(strict)] the last rung is too large for us"
-    with pytest.raises(RunError, match=r"held_to names \['tolerence'\], which the suite does not"):
-        check.main(["graphs", "ladder", "-p", ladder('held_to = {"tolerence": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("held_to", "message"),
+    [
+        ("{'tolerence': 1}", "held_to names 'tolerence', which no offer can set; it can set: exp"),
+        ("{'test_no_shape_is_there_twice': None}", "held_to names 'test_no_shape_is_there_twice'"),
+        ("{'device': 'cuda'}", "held_to names 'device', which no offer can set"),
+        ("{'make': None}", "held_to names 'make', which no offer can set"),
+        (
+            "{'expected_failures': {'test_no_shape_is_there_twise': 'why'}}",
+            "expected_failures names 'test_no_shape_is_there_twise', which is no clause; did you "
+            "mean test_no_shape_is_there_twice",
+        ),
+    ],
+)
+def test_an_offer_cannot_take_a_clause_away(ladder, held_to, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        check.main(["graphs", "ladder", "-p", ladder(f"held_to = {held_to}")])
+
+
+def test_what_an_offer_declares_is_printed(ladder, capsys):
+    plugin = ladder("held_to = {'limits': ()}")
+    assert check.main(["graphs", "ladder", "-p", plugin, "-k", "twice"]) == 0
+    assert "\nheld by its own word to limits=()\n" in capsys.readouterr().out
+
+
+LOOKS_TWICE = """
+from plugins.kv.paged import Paged
+
+class Careless(Paged):
+    {fault}
+
+def outweigh_register_kv(register):
+    register("careless", Careless)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause", "why"),
+    [
+        ("restore = None", "saved", "of save and restore it has one: give both"),
+        ("held_to = {'tolerance': 0.1}", "lossless", "it asks for 0.1, rounding is 1.9"),
+        ("sees = min", "lossless", "it declares in `sees` what it forgets"),
+        ("prefix_sharing = False", "sharing_is_as_declared", "assert 80 == 0"),
+    ],
+)
+def test_what_is_claimed_and_not_held_is_a_failure(rows, tmp_path, fault, clause, why):
+    plugin = tmp_path / "careless.py"
+    plugin.write_text(LOOKS_TWICE.format(fault=fault))
+    assert check.main(["kv", "careless", "-p", str(plugin), "-k", clause]) == 1
+    ((state, _, said),) = rows().values()
+    assert state == "failed" and said.startswith(why)
 
 
 def test_an_offer_that_cannot_run_here_does_not_pass(rows):

@@ -350,7 +350,7 @@ def kv_with(**facts):
 
 def test_captured_attention_needs_a_graph_safe_kv(two_gpus):
     unsafe = kv_with(graph_safe=False)
-    with pytest.raises(UserError, match="'full' captures steps and kv 'Odd' is not graph_safe"):
+    with pytest.raises(UserError, match="'full' captures and kv 'Odd' is not graph_safe"):
         plan(kv=unsafe, graphs="full")
     assert plan(kv=unsafe).graphs.name == "none"  # auto gives way instead
 

@@ -2,9 +2,12 @@
 
 The suite runs through pytest in this process, as if somebody had subclassed it for the offer. What
 it holds the offer to beyond the defaults (a tolerance, a promise) the offer says itself, in an
-optional class attribute `held_to`: a mapping of class attributes of the suite. Exit codes: 0 every
-clause holds; 1 one fails, or none could be tried; 2 for what the caller can mend, pytest missing
-among it.
+optional class attribute `held_to`: a mapping of class attributes of the suite, printed under the
+table. `expected_failures` among them are strict: a clause listed there that holds is a failure.
+
+Exit codes: 0, every clause that could be tried holds; 1, one fails, or none could be tried; 2, the
+caller can mend it: an unknown name, an option out of range, -k that selects nothing, a wrong
+`held_to`, pytest missing.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core import show
-from core.config import parse_setting, validated
+from core.config import did_you_mean, parse_setting, validated
 from core.errors import RunError, UserError
 from core.registry import Registry
 from core.seams import SEAMS
@@ -36,11 +40,12 @@ from {module} import {suite} as Suite
 from core.registry import Registry
 
 offer = Registry({plugins!r}).find({seam!r}, {name!r}).load()
-held_to = getattr(offer, "held_to", {{}})
-unknown = [name for name in held_to if not hasattr(Suite, name)]
-assert not unknown, f"held_to names {{unknown}}, which the suite does not have"
-TestOffer = type("TestOffer", (Suite,), {{**held_to, "offer": offer, "config": {config!r}}})
+held_to = {{**getattr(offer, "held_to", {{}}), "offer": offer, "config": {config!r}}}
+TestOffer = type("TestOffer", (Suite,), held_to)
 """
+_EXPECTED = "expected_failures"  # each stands in the table, with its reason
+# Set by the command, or by a clause while it runs.
+_NOT_SET = ("plugin", "offer", "config", "device", "num_drawn", "most_requests")
 _FITS = "test_fits_the_seam"  # holds for an offer that never runs
 
 
@@ -60,15 +65,41 @@ def main(argv: Sequence[str]) -> int:
     if args.gpu and not importlib.import_module("torch").cuda.is_available():
         raise RunError("--gpu was asked for and torch sees no CUDA device: mend that or drop it")
     module, suite = suites[2:] if args.gpu else suites[:2]
+    held_to = _held_to(offer, getattr(importlib.import_module(module), suite), f"{seam} '{name}'")
     source = _MODULE.format(**vars(args), module=module, suite=suite, config=config)
     with show.progress_bar(sys.stderr) as advance:
         contract = run_suite(source, args.k, advance)
-    return _report(contract, f"{seam} {name}")
+    return _report(contract, f"{seam} {name}", held_to)
 
 
-def _report(contract: Contract, who: str) -> int:
-    """Print what became of each clause, and all of them; the exit code."""
+def _held_to(offer: Any, suite: type, who: str) -> Mapping[str, Any]:
+    """What the offer says that it is held to. A UserError where that is none of the promises and
+    limits of `suite`, which it may set, but one of its clauses, or of nothing."""
+    held_to: Mapping[str, Any] = getattr(offer, "held_to", {})
+    known = [
+        name
+        for name in dir(suite)
+        if not (name.startswith(("_", "test_", "pytest_")) or name in _NOT_SET)
+        and not inspect.isfunction(inspect.getattr_static(suite, name))
+    ]
+    for name in held_to:
+        if name not in known:
+            hint = did_you_mean(name, known, "it can set")
+            raise UserError(f"{who}: held_to names '{name}', which no offer can set{hint}")
+    clauses = [name for name in dir(suite) if name.startswith("test_")]
+    for name in held_to.get(_EXPECTED, {}):
+        if name not in clauses:
+            hint = did_you_mean(name, clauses, "clauses")
+            raise UserError(f"{who}: expected_failures names '{name}', which is no clause{hint}")
+    return held_to
+
+
+def _report(contract: Contract, who: str, held_to: Mapping[str, Any]) -> int:
+    """Print what became of each clause, what is declared, and all of them; the exit code."""
     show.print_rows(contract.rows(), sys.stdout)
+    declared = [f"{name}={value}" for name, value in held_to.items() if name != _EXPECTED]
+    if declared:
+        print(f"held by its own word to {', '.join(declared)}")
     states = {name: clause.state for name, clause in contract.clauses.items()}
     counts = {state: list(states.values()).count(state) for state in STATES}
     print(f"{who}: {', '.join(f'{n} {state}' for state, n in counts.items() if n)}")

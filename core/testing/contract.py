@@ -1,18 +1,29 @@
-"""A suite run through pytest in this process, and what became of its clauses: for `core.check`."""
+"""A suite run through pytest in this process, and what became of its clauses: for `core.check`.
+
+Where a clause fails, the smallest input that makes it fail is looked for: the loops of a clause go
+from small to large, so that their values where it failed are it, and a random workload is drawn
+again with as few requests as still fail in the same line.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import io
 import os
+import reprlib
 import sys
 import tempfile
+import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-from core.errors import RunError, UserError
+from core.errors import RunError, UserError, reason
 
 if TYPE_CHECKING:
     import pytest
@@ -86,6 +97,7 @@ class Contract:
     def __init__(self, advance: Callable[[str, int, int], None]) -> None:
         self.clauses: dict[str, Clause] = {}
         self._advance = advance
+        self._said: dict[str, str] = {}  # node id of a test that failed -> why
         self._num_done = self._num_items = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -96,13 +108,19 @@ class Contract:
             sentence = doc or name.removeprefix("test_").replace("_", " ")
             self.clauses.setdefault(name, Clause(" ".join(sentence.split()), []))
 
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+        """Keep what a failure says while its frames are there; the report is made by others."""
+        if call.when == "call" and call.excinfo is not None:
+            self._said[item.nodeid] = _said(item, call.excinfo.value)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             name, bracket, part = report.nodeid.rpartition("::")[2].partition("[")
             state = "ok" if report.passed else str(report.outcome)
             if report.skipped and hasattr(report, "wasxfail"):
                 state = "expected"
-            self.clauses[name].parts.append(Part(bracket + part, state, _why(report)))
+            why = self._said.get(report.nodeid, "") if state == "failed" else ""
+            self.clauses[name].parts.append(Part(bracket + part, state, why or _why(report)))
             self._num_done += 1
             self._advance("check", self._num_done, self._num_items)
 
@@ -114,9 +132,74 @@ class Contract:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """The first line of what a failed assertion says, or the reason for which it was not tried."""
+    """The reason for which a test was not tried, or was expected to fail; what pytest itself says
+    of it."""
     found: Any = report.longrepr
     text = found[2] if isinstance(found, tuple) else getattr(found, "reprcrash", found)
     text = getattr(report, "wasxfail", "") or str(getattr(text, "message", text) or "")
-    first = text.strip().partition("\n")[0]
-    return first.removeprefix("AssertionError: ").removeprefix("Skipped: ")
+    return text.strip().partition("\n")[0].removeprefix("Skipped: ")
+
+
+def _said(item: Any, error: BaseException) -> str:
+    """What a test that failed says, and the smallest input found with which it does."""
+    code = item.function.__code__
+    num_requests, error = _with_fewer_requests(item, error)
+    workload = f" (of {num_requests} requests)" if num_requests else ""
+    return f"{_message(error)}{_loops(item.function, *_place(error, code))}{workload}"
+
+
+def _with_fewer_requests(item: Any, error: BaseException) -> tuple[int, BaseException]:
+    """As few requests of its random workload as still fail in the same line, and how; found by
+    doubling and bisection. 0 and `error` itself where it draws none."""
+    code = item.function.__code__
+    names = inspect.signature(item.obj).parameters
+
+    def failure(num_requests: int) -> BaseException | None:
+        item.instance.most_requests = num_requests
+        try:
+            item.obj(**{name: item.funcargs[name] for name in names})
+        except Exception as found:
+            return found if _place(found, code)[1] == _place(error, code)[1] else None
+        return None
+
+    fewest = getattr(item.instance, "num_drawn", 0)
+    tried, most_passing, size = {fewest: error}, 0, 1
+    while fewest - most_passing > 1:
+        size = min(size, (most_passing + fewest) // 2)
+        if found := failure(size):
+            tried[size], fewest = found, size
+        else:
+            most_passing = size
+        size *= 2
+    return fewest, tried[fewest]
+
+
+def _place(error: BaseException, code: CodeType) -> tuple[FrameType | None, int]:
+    """The frame of `code` on the way of `error`, and its line."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return next(((frame, line) for frame, line in frames if frame.f_code is code), (None, 0))
+
+
+def _message(error: BaseException) -> str:
+    """Its first line; of an assertion without words also where the value in it comes from."""
+    if not isinstance(error, AssertionError):
+        return str(error) if isinstance(error, UserError | RunError) else reason(error)
+    first, *rest = str(error).strip().splitlines() or ["an assertion without words"]
+    where = next((line.strip() for line in rest if line.startswith(" +  where")), "")
+    return f"{first} {where.removeprefix('+').strip()}".strip()
+
+
+def _loops(function: Callable[..., Any], frame: FrameType | None, line: int) -> str:
+    """The values, where they are plain, of the loops that `line` of `function` stands in."""
+    if frame is None:
+        return ""
+    source, first = inspect.getsourcelines(function)
+    at = line - first + 1
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(source)))):
+        if isinstance(node, ast.For) and node.lineno < at <= (node.end_lineno or 0):
+            names = [name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)]
+            found |= {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    plain = {n: v for n, v in found.items() if n != "_" and isinstance(v, int | float | str | list)}
+    said = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in plain.items())
+    return f", with {said}" if said else ""

@@ -172,7 +172,8 @@ class FusionSuite:
             compared = compare(
                 operations, chain, batch, tolerance=self.tolerance, strided=strided, live=live
             )
-            return (deviation for _, deviations in compared for deviation in deviations)
+            size = f"in a step of {batch.host.num_tokens if batch.host else 0} tokens"
+            return (d._replace(how=f"{d.how}, {size}") for _, wrong in compared for d in wrong)
 
         with memory_filled_with(memory):
             for num_tokens in token_counts or self.token_counts:
@@ -261,7 +262,7 @@ class FusionSuite:
             num_live = host.num_seqs if result in ROW_VALUES else host.num_tokens
             wanted = execute(plain, batch, {})[result][:num_live].clone()
             num_places = sum(isinstance(op.sites, tuple) for op in cover(chain, fit))
-            for fuel in {min(1, num_places), num_places // 2, num_places}:
+            for fuel in sorted({min(1, num_places), num_places // 2, num_places}):
                 found = execute(cover(chain, fit, fuel), batch, {})[result][:num_live]
                 problem = difference(found, wanted, _DEPTH * self.tolerance)
                 assert not problem, f"with fuel {fuel}: {result} {problem}"
@@ -275,7 +276,8 @@ class FusionSuite:
         self.decoder(kind)  # skips where the offer does not run here
         model = save_decoder(kind, tmp_path)
         wanted, found = (self._generate(model, fusion) for fusion in (PlainNodes(), self.make()))
-        assert found == wanted
+        for ids, other in zip(wanted, found, strict=True):
+            assert other == ids, f"tokens {other} where the plain chain gives {ids}"
         num_different = len({token for tokens in wanted for token in tokens})
         assert num_different > _NUM_MOVING, "greedy text stands still, and shows nothing"
 

@@ -22,9 +22,10 @@ import torch
 from core.batch import Limits
 from core.conform import bind
 from core.registry import Registry
+from core.seams import offered
 from core.testing import codes, parity
 from core.testing.dense import run_dense_step, worst_error
-from core.testing.oracle import PageOracle
+from core.testing.oracle import PageOracle, TraceCounts
 from core.testing.probes import check_gather, compute, decode, run_step
 from core.testing.rig import Rig, budget_for, tiny_facts
 
@@ -54,6 +55,8 @@ class KVManagerSuite:
     bytes_per_token: ClassVar[float | None] = None
     expected_failures: ClassVar[Mapping[str, str]] = {}
     limits: ClassVar[Limits] = Limits(MAX_LEN, 4, 64)
+    # Of a random trace: what was asked for last, and how many there may be (None: as many).
+    num_drawn, most_requests = 0, None
 
     @pytest.fixture(autouse=True)
     def _expect(self, request: pytest.FixtureRequest) -> None:
@@ -91,6 +94,12 @@ class KVManagerSuite:
             device=self.device,
         )
 
+    def trace(self, rig: Rig, seed: int, num_requests: int, max_total: int) -> TraceCounts:
+        """What a random trace went through, every page looked at."""
+        self.num_drawn, most = num_requests, self.most_requests
+        num = num_requests if most is None else min(num_requests, most)
+        return PageOracle(rig, seed=seed, num_requests=num, max_total=max_total).run()
+
     def unit(self) -> int:
         """Tokens in which room is handed out."""
         rig = self.rig()
@@ -111,6 +120,13 @@ class KVManagerSuite:
         config = type(self.make()).Config
         assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
         assert all(field.description for field in config.model_fields.values())
+
+    def test_lossless_is_as_declared(self) -> None:
+        """Who is lossless is exact to rounding and forgets nothing; who is held to less is not."""
+        kv, exact = self.make(), parity.ATTENTION[self.dtype]
+        if kv.lossless:
+            assert self.tolerance <= exact, f"it asks for {self.tolerance:g}, rounding is {exact:g}"
+            assert getattr(kv, "sees", None) is None, "it declares in `sees` what it forgets"
 
     def test_capacity_is_what_the_bytes_buy(self) -> None:
         """In a large cache a token costs what it is declared to; nothing outgrows the budget."""
@@ -148,7 +164,7 @@ class KVManagerSuite:
         usage, reserved, due = kv.usage(), kv.reserved.copy(), kv.next_publish.copy()
         assert kv.acquire(rig.sequence([7] * MAX_LEN), MAX_LEN) is None
         kv.check_integrity()
-        assert kv.usage() == usage
+        assert kv.usage() == usage, f"{usage} has become {kv.usage()}"
         assert (kv.reserved == reserved).all() and (kv.next_publish == due).all()
         for seq in running:
             compute(rig, seq)
@@ -281,7 +297,7 @@ class KVManagerSuite:
             rig.kv.check_integrity()
             follower = rig.sequence([4] * 80)
             cached = rig.admit(follower)
-            assert cached is not None and cached <= num_kept
+            assert cached is not None and cached <= num_kept, f"{cached} tokens are found again"
             rig.release(follower)
         rig.publish_due(first)
         again = rig.sequence([4] * 80)
@@ -310,11 +326,16 @@ class KVManagerSuite:
             seq = rig.sequence([n] * n, share_prefix=False)
             rig.admit(seq)
             out = run_dense_step(rig, [], [(seq, n)])
-            assert worst_error(rig, seq, 0, out) <= self.tolerance
+            self._exact(worst_error(rig, seq, 0, out), f"a prompt of {n} tokens")
             if n < MAX_LEN:
                 rig.append(seq, 1)
-                assert worst_error(rig, seq, n, run_dense_step(rig, [seq])) <= self.tolerance
+                error = worst_error(rig, seq, n, run_dense_step(rig, [seq]))
+                self._exact(error, f"a token after {n}")
             rig.release(seq)
+
+    def _exact(self, error: float, what: str) -> None:
+        allowed = f"where {self.tolerance:g} is allowed"
+        assert error <= self.tolerance, f"{what}: attention is off by {error:.2g}, {allowed}"
 
     def test_chunks_do_not_show(self) -> None:
         """Chunked anywhere, alone or beside others, a prompt reads what it reads in one piece."""
@@ -333,7 +354,9 @@ class KVManagerSuite:
             parts.append([layer[1:] for layer in out])
         for layer, expected in enumerate(unchunked):
             got = np.concatenate([part[layer] for part in parts])
-            assert np.abs(got - expected).max() <= self.tolerance
+            off = np.abs(got - expected).max((1, 2))  # [80]
+            wrong = f"layer {layer}, position {off.argmax()}: off by {off.max():.2g}"
+            assert off.max() <= self.tolerance, f"{wrong}, where {self.tolerance:g} is allowed"
 
     def test_gather_returns_what_was_written(self) -> None:
         rig = self.rig()
@@ -358,7 +381,8 @@ class KVManagerSuite:
     def test_what_is_saved_comes_back(self) -> None:
         """All that belongs to a token goes to the host and back, into other room than it had."""
         rig = self.rig()
-        save, restore = (getattr(rig.kv, name, None) for name in ("save", "restore"))
+        save, restore = (offered(rig.kv, name) for name in ("save", "restore"))
+        assert (save is None) == (restore is None), "of save and restore it has one: give both"
         if save is None or restore is None:
             pytest.skip("save and restore are not offered")
         for n in self.edges()[:-1]:
@@ -417,15 +441,18 @@ class KVManagerSuite:
             rig.append(seq, 2)
         run_step(rig, running, [(prompt, 20)], num_padding_tokens=100, num_padding_rows=1)
         run_step(rig, [], [(prompt, 1)], num_padding_tokens=4, num_padding_rows=4)
-        assert [_bytes_of(rig, seq) for seq in bystanders] == before
+        for seq, bytes_before in zip(bystanders, before, strict=True):
+            told = (
+                f"what is stored for {seq.request_id} in slot {seq.slot}, in no step, has changed"
+            )
+            assert _bytes_of(rig, seq) == bytes_before, told
 
     # ----------------------------------------------------------------------------- the oracle
 
     @pytest.mark.parametrize("seed", range(2))
     def test_random_traces(self, seed: int) -> None:
         rig = self.rig()
-        oracle = PageOracle(rig, seed=seed, num_requests=20, max_total=MAX_LEN - 10)
-        counts = oracle.run()
+        counts = self.trace(rig, seed, 20, MAX_LEN - 10)
         assert counts.num_finished == 20 and counts.num_mixed_steps and counts.num_preemptions
         hits, sharing, unit = counts.num_cached_tokens, rig.kv.prefix_sharing, self.unit()
         assert not hits or (sharing and unit < 40)
@@ -437,8 +464,8 @@ class KVManagerSuite:
         longest, unit = 60, self.unit()
         room = -(-longest // unit) * unit + num_spare_units * unit
         rig = self.rig(num_tokens=room)
-        oracle = PageOracle(rig, seed=7, num_requests=12, max_total=longest)
-        assert oracle.run().num_finished == 12
+        counts = self.trace(rig, 7, 12, longest)
+        assert counts.num_finished == 12
 
 
 def _slot(seq: Sequence) -> int:

@@ -1,232 +1,29 @@
-"""Seeded bugs: what the kv suite and the page oracle are for. Each is a `Paged` with one fault.
-
-BUGS names the clauses that must fail. Bugs in what is read are also given to the page oracle alone,
-with the plugin's own `check_integrity` blinded: a plugin that books its mistakes consistently is
-caught by what it reads.
+"""Seeded bugs in what is read, given to the page oracle alone, with the plugin's own
+`check_integrity` blinded: a plugin that books its mistakes consistently is caught by what it reads.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from core.batch import Limits
-from core.testing.kv import MAX_LEN, PLENTY, KVManagerSuite
+from core.testing.kv import MAX_LEN, PLENTY
 from core.testing.oracle import PageOracle
 from core.testing.rig import Rig
-from plugins.kv.blocks import ROOT, BlockPool
-from plugins.kv.paged import Paged
+from tests.kit.bugs.kv import (
+    CountsNoHolders,
+    ForgetsWhatCameBefore,
+    HandsOutTwice,
+    KeepsStaleEntries,
+    KeepsTheOldTable,
+    PadsIntoTheLastBlock,
+    PairsHeadsWrongly,
+    ReadsOneFurther,
+    SharesHalfBlocks,
+    WritesOneFurther,
+)
 
 BLOCK_SIZE = 4
-REPOSITORY = Path(__file__).parents[2]
-
-
-class Leaks(Paged):
-    """The last block of a sequence is never given back."""
-
-    def release(self, seq):
-        self._held[seq].blocks = self._held[seq].blocks[:-1]
-        super().release(seq)
-
-
-class HandsOutTwice(Paged):
-    """A block that was taken stays in the free list."""
-
-    def bind(self, facts, limits, kv_cache_bytes, device):
-        super().bind(facts, limits, kv_cache_bytes, device)
-
-        class Pool(BlockPool):
-            def _take_one(self):
-                block = super()._take_one()
-                if block % 7 == 3:
-                    self._free.insert(0, block)
-                return block
-
-        self.pool = Pool(self.pool.num_blocks, self.block_size)
-
-
-class PadsIntoTheLastBlock(Paged):
-    """Padding has index -1, which an indexed write takes for the last block."""
-
-    def bind(self, facts, limits, kv_cache_bytes, device):
-        super().bind(facts, limits, kv_cache_bytes, device)
-        self.tables.host[limits.trash_slot] = self.pool.num_blocks
-        self.storage.table[limits.trash_slot] = self.pool.num_blocks
-
-
-class KeepsStaleEntries(Paged):
-    """A block given to other content stays in the index under its old tokens."""
-
-    def bind(self, facts, limits, kv_cache_bytes, device):
-        super().bind(facts, limits, kv_cache_bytes, device)
-
-        class Pool(BlockPool):
-            def unpublish(self, block):
-                self._keys[block] = None
-
-            def pin(self, blocks):
-                for block in blocks:
-                    self._evictable.pop(block, None)
-                    self._refs[block] += 1
-
-        self.pool = Pool(self.pool.num_blocks, self.block_size)
-
-
-class ForgetsWhatCameBefore(Paged):
-    """A block is found by its own tokens, whatever stands before them."""
-
-    def bind(self, facts, limits, kv_cache_bytes, device):
-        super().bind(facts, limits, kv_cache_bytes, device)
-
-        class Pool(BlockPool):
-            def match(self, token_ids, max_blocks):
-                found = []
-                for i in range(max_blocks):
-                    block = self._index.get((ROOT, self._tokens(token_ids, i)))
-                    if block is None or block in found:
-                        break
-                    found.append(block)
-                return found
-
-            def publish(self, block, parent, token_ids, i):
-                return super().publish(block, ROOT, token_ids, i)
-
-        self.pool = Pool(self.pool.num_blocks, self.block_size)
-
-
-class WritesOneFurther(Paged):
-    """The slot map is off by one from the second token of a sequence on."""
-
-    def begin_step(self, batch):
-        last = self._limits.max_model_len - 1
-        positions = (batch.positions + (batch.positions > 0)).clamp(max=last)
-        super().begin_step(dataclasses.replace(batch, positions=positions))
-
-
-class ReadsOneFurther(Paged):
-    """Decode reads one token beyond the end: a stale column, or what the last owner left there."""
-
-    def begin_step(self, batch):
-        seq_lens = batch.host.seq_lens.copy()
-        seq_lens[: batch.host.num_decodes] += 1
-        host = batch.host._replace(seq_lens=seq_lens.clip(max=self._limits.max_model_len))
-        super().begin_step(dataclasses.replace(batch, host=host))
-
-
-class KeepsTheOldTable(Paged):
-    """The first block of a slot's new owner is not sent to the device."""
-
-    def on_slot(self, seq, slot):
-        super().on_slot(seq, slot)
-        if slot is not None:
-            place = slot * self.tables.num_columns
-            self.tables._pending.remove(place)
-
-
-class DropsDeltas(Paged):
-    """What does not fit into one step's metadata is forgotten."""
-
-    def plan(self, step, host):
-        super().plan(step, host)
-        self.tables._pending.clear()
-        return False
-
-
-class CachesTheWholePrompt(Paged):
-    """A prompt of whole blocks is found whole, and nothing is left to compute its logits."""
-
-    def acquire(self, seq, upto):
-        seq.num_known += 1
-        try:
-            return super().acquire(seq, upto)
-        finally:
-            seq.num_known -= 1
-
-
-class CountsNoHolders(Paged):
-    """A shared block goes back with its first holder."""
-
-    def bind(self, facts, limits, kv_cache_bytes, device):
-        super().bind(facts, limits, kv_cache_bytes, device)
-
-        class Pool(BlockPool):
-            def unpin(self, blocks):
-                for block in blocks:
-                    self._refs[block] = 1
-                super().unpin(blocks)
-
-        self.pool = Pool(self.pool.num_blocks, self.block_size)
-
-
-class SharesHalfBlocks(Paged):
-    """A hit takes one block more, if it begins alike: the follower writes into it."""
-
-    def _start(self, seq, upto):
-        cached = super()._start(seq, upto)
-        held = self._held.get(seq)
-        if not cached or not self._shares(seq) or len(held.blocks) <= held.num_shared:
-            return cached
-        for other, its in self._held.items():
-            i = held.num_shared
-            tokens = slice(i * self.block_size, i * self.block_size + 1)
-            same = (other.token_ids[tokens] == seq.token_ids[tokens]).all()
-            if other is not seq and its.blocks[:i] == held.blocks[:i] and same and its.chain[i:]:
-                self.pool.unpin([held.blocks[i]])
-                held.blocks[i] = its.blocks[i]
-                self.pool._refs[its.blocks[i]] += 1
-                break
-        return cached
-
-
-class TakesBeforeItLooks(Paged):
-    """A refusal comes after some blocks were taken."""
-
-    def acquire(self, seq, upto):
-        before = self.pool.num_available
-        room = super().acquire(seq, upto)
-        if room is None and before:
-            self.pool.take(1)
-        return room
-
-
-class KeepsFailedBlocks(Paged):
-    """A failed step's blocks stay published."""
-
-    def rollback(self, seq, num_tokens):
-        pass
-
-
-class PairsHeadsWrongly(Paged):
-    """Query heads are dealt to key heads in turn, not in groups."""
-
-    def attend(self, layer, q, batch):
-        order = [0, 2, 1, 3]
-        out = super().attend(layer, q[:, order], batch)
-        return out.unflatten(1, (4, -1))[:, order].flatten(1)
-
-
-BUGS = {
-    Leaks: ["release_gives_everything_back", "sharing_is_as_declared"],
-    HandsOutTwice: ["room_is_nobody_elses", "release_gives_everything_back"],
-    PadsIntoTheLastBlock: ["padding_touches_nothing"],
-    KeepsStaleEntries: ["a_hit_is_verified_after_reuse"],
-    ForgetsWhatCameBefore: ["a_hit_knows_what_came_before"],
-    WritesOneFurther: ["write_then_read_is_dense_attention", "gather_returns_what_was_written"],
-    ReadsOneFurther: ["write_then_read_is_dense_attention", "chunks_do_not_show"],
-    KeepsTheOldTable: ["a_slot_that_changes_hands", "room_is_nobody_elses"],
-    DropsDeltas: ["a_long_hit_arrives_whole"],
-    CachesTheWholePrompt: ["a_token_is_left_to_compute"],
-    CountsNoHolders: ["sharing_is_as_declared"],
-    SharesHalfBlocks: ["a_shared_block_is_never_written"],
-    TakesBeforeItLooks: ["a_full_pool_says_none_and_changes_nothing"],
-    KeepsFailedBlocks: ["rollback_takes_back_what_was_published"],
-    PairsHeadsWrongly: ["write_then_read_is_dense_attention"],
-}
 
 # What the oracle alone sees. The others lose room, or break a promise that nobody reads.
 SEEN_BY_READING = [
@@ -243,25 +40,6 @@ SEEN_BY_READING = [
 ]
 
 
-CASES = [
-    pytest.param(bug, f"test_{clause}", id=f"{bug.__name__}-{clause}")
-    for bug, clauses in BUGS.items()
-    for clause in clauses
-]
-
-
-def _suite(offer):
-    return type("S", (KVManagerSuite,), {"offer": offer, "config": {"block_size": BLOCK_SIZE}})()
-
-
-@pytest.mark.parametrize(("bug", "clause"), CASES)
-def test_the_suite_catches(bug, clause):
-    """The clause fails on the bug, and holds for what the bug was made from."""
-    getattr(_suite(Paged), clause)()
-    with pytest.raises(AssertionError):
-        getattr(_suite(bug), clause)()
-
-
 @pytest.mark.parametrize("bug", SEEN_BY_READING, ids=lambda bug: bug.__name__)
 def test_the_page_oracle_sees_it_in_what_is_read(bug):
     """No books, only probes: in a few traces attention's output gives the bug away."""
@@ -269,30 +47,6 @@ def test_the_page_oracle_sees_it_in_what_is_read(bug):
     limits = Limits(MAX_LEN, 4, 64)
     with pytest.raises(AssertionError, match="is wrong in|touched|share a place|in use"):
         for seed in range(3):
-            kv = blind(Paged.Config(block_size=BLOCK_SIZE))
+            kv = blind(bug.Config(block_size=BLOCK_SIZE))
             rig = Rig(kv, num_tokens=PLENTY // 3, limits=limits)
             PageOracle(rig, seed=seed, num_requests=30, max_total=MAX_LEN - 10).run()
-
-
-STATED = """
-from core.testing.kv import KVManagerSuite
-from tests.kit.test_kv_kit import PairsHeadsWrongly
-
-class TestStated(KVManagerSuite):
-    offer = PairsHeadsWrongly
-    expected_failures = {
-        "test_write_then_read_is_dense_attention": "heads are paired wrongly",
-        "test_capacity_is_what_the_bytes_buy": "holds, and so must not be listed here",
-    }
-"""
-
-
-def test_an_expected_failure_that_passes_is_a_failure(tmp_path):
-    file = tmp_path / "test_stated.py"
-    file.write_text(STATED)
-    clauses = "dense_attention or bytes_buy or ever_fits"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", clauses, file]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "1 failed, 1 passed" in done.stdout and "1 xfailed" in done.stdout, done.stdout[-3000:]
-    assert "[XPASS(strict)] holds, and so must not be listed here" in done.stdout
