@@ -1,8 +1,8 @@
 """Options and marks of the suite, and the makers of third-party plugins that several tests use.
 
 `gpu` tests are skipped, with the reason in the summary, where torch sees no CUDA device; `real`
-tests without `--models DIR`, some of them without `--texts DIR` too. Nothing here or in the tests
-reaches a network.
+tests without `--models DIR`, some of them without `--texts DIR` too; tests of published traces
+without `--traces DIR`. Nothing here or in the tests reaches a network.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ def pytest_addoption(parser):
         metavar="DIR",
         help="folder of sub-folders with long .txt documents, for `real` tests of quality",
     )
+    parser.addoption(
+        "--traces",
+        metavar="DIR",
+        help="folder with the Azure (2023) and Mooncake (conversation) traces, under their names",
+    )
 
 
 def pytest_configure(config):
-    for option in ("--models", "--texts"):
+    for option in ("--models", "--texts", "--traces"):
         folder = config.getoption(option)
         if folder and not Path(folder).is_dir():
             raise pytest.UsageError(f"{option} {folder} is not a folder")
@@ -82,6 +87,15 @@ def texts_dir(request):
     if not texts:
         pytest.skip("real: needs --texts DIR")
     return Path(texts)
+
+
+@pytest.fixture(scope="session")
+def traces_dir(request):
+    """The folder given by --traces; a test that asks for it is skipped without."""
+    traces = request.config.getoption("--traces")
+    if not traces:
+        pytest.skip("published traces: needs --traces DIR")
+    return Path(traces)
 
 
 @pytest.fixture

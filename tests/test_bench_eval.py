@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,12 +17,14 @@ from core.batch import Limits
 from core.errors import RunError, UserError
 from core.testing.clock import Arrival, StepCost, VirtualEngine
 from evals import records
-from evals.speed import bench, peers, roofline, workloads
+from evals.speed import bench, peers, roofline, vllm_peer, workloads
+from evals.speed.bench_arguments import parse
 from evals.speed.bench_tables import summary
+from evals.speed.driving import Clock, Request
 from evals.speed.peers import Call, News, Ours, Peer, Setup
 from evals.speed.roofline import Ceilings, Step, floor_s, host_times, steps_of
 from evals.speed.steps import decode_floor_ms, prefill_floor_ms
-from evals.speed.workloads import Clock, arrivals, at_once, percentile
+from evals.speed.workloads import arrivals, at_once, percentile
 from plugins.sched.fifo import Fifo
 
 SMALL = "--model random:tiny --device cpu --max-model-len 96 --max-num-seqs 8"
@@ -34,7 +37,7 @@ SETUP = Setup("random:tiny", 320, 96, 8, 64, "float32", "cpu")
 
 
 def arguments(text=SMALL, **changed):
-    args = bench.parse(text.split())
+    args = parse(text.split())
     for name, value in changed.items():
         setattr(args, name, value)
     return args
@@ -44,7 +47,7 @@ def arguments(text=SMALL, **changed):
 
 
 def test_w1_has_the_lengths_of_the_published_benchmark():
-    args = bench.parse([])
+    args = parse([])
     wanted = at_once(args, 151_936, 0)
     assert sum(len(r.prompt) for r in wanted) == 142_827
     assert sum(r.num_output for r in wanted) == 133_966
@@ -62,7 +65,7 @@ def test_later_repetitions_have_the_same_lengths_and_other_tokens():
 
 
 def test_a_rate_is_a_scale_of_time_and_lengths_fit():
-    args = bench.parse([])
+    args = parse([])
     slow, fast = (
         arrivals(arguments("", rate=rate), 320, 0, args.max_model_len) for rate in (16.0, 64.0)
     )
@@ -350,7 +353,7 @@ def test_a_peer_is_found_by_name_or_class(tmp_path, monkeypatch):
 
 
 def test_vllm_that_is_not_installed_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_peer.importlib.util, "find_spec", lambda name: None)
     assert bench.main(f"{SMALL} --peer vllm".split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("outweigh: error: vLLM is not installed") and said.count("\n") == 1
@@ -432,7 +435,7 @@ def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
     assert engine.step() == [News(key, 2, False)]
     assert engine.step() == [News(key, 2, False)] and engine.pending()
     assert engine.step() == [News(key, 1, True)] and not engine.pending()
-    assert engine.generate([workloads.Request([1], 4), workloads.Request([2], 6)]) == 10
+    assert engine.generate([Request([1], 4), Request([2], 6)]) == 10
     json.dumps(engine.describe())
     ours = torch.zeros(64)
     engine.close()
@@ -442,7 +445,7 @@ def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
 
 def test_captured_sizes_end_where_they_are_told_to():
     for most in (1, 64, 100, 4096):
-        sizes = peers.capture_sizes(most)
+        sizes = vllm_peer.capture_sizes(most)
         assert sizes[-1] == most and sizes == sorted(set(sizes))
     assert all(b - a <= b / 8 for a, b in zip(sizes, sizes[1:], strict=False) if a >= 64)
 
@@ -475,9 +478,8 @@ def log(monkeypatch):
     """Who is built and closed, in order."""
     found = Instant.log
     found.clear()
-    monkeypatch.setattr(
-        peers, "KNOWN", {"instant": Instant, "refuses": lambda *_: 1, "vllm": peers.Vllm}
-    )
+    monkeypatch.setitem(sys.modules, "instant", SimpleNamespace(Instant=Instant))
+    monkeypatch.setitem(peers.KNOWN, "instant", "instant:Instant")
     init, close = Ours.__init__, Ours.close
     monkeypatch.setattr(Ours, "__init__", lambda *a: (found.append("+ours"), init(*a))[1])
     monkeypatch.setattr(Ours, "close", lambda self: (found.append("-ours"), close(self))[1])
@@ -517,6 +519,45 @@ def test_a_run_compares_every_workload(tmp_path, capsys, log, rebuild):
     assert "not measured, instant, decode 16: 16 sequences" in said
     assert "-: p99 takes 100 samples or more in each repetition" in said
     assert "% of roofline" in said
+
+
+def test_serve_gives_every_engine_the_same_requests(tmp_path, capsys, log):
+    argv = f"{SMALL} --peer instant --workload serve --input-len uniform:4:9 --output-len 3"
+    argv += " --num-prompts 20 --num-warmups 1 --utilisation 0.5 --repetitions 1"
+    argv += f" --json {tmp_path}/x.json"
+    assert bench.main(argv.split()) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    by_arm = found["workloads"]["serve"]
+    raws = {arm: one["repetitions"][0]["raw"] for arm, one in by_arm.items()}
+    for name in ("request_rate", "total_input_tokens", "total_output_tokens", "num_prompts"):
+        assert len({raw[name] for raw in raws.values()}) == 1, name
+    assert raws["ours"]["utilisation"] == pytest.approx(0.5)
+    assert raws["instant"]["utilisation"] < 0.05
+    rows = {(row["figure"], row["arm"]): row for row in found["rows"]}
+    assert rows["median_ttft_ms", "instant"]["verdict"] == "faster"
+    assert rows["median_ttft_ms", "ours"]["samples"] == 20
+    assert rows["p90_ttft_ms", "ours"]["p50"] is None
+    said = capsys.readouterr().out
+    assert "p90_ttft_ms, p99_ttft_ms" not in said, "each has its own number of samples"
+    assert re.search(r"not measured, ours, p90_ttft_ms, .*: 20 samples do not carry it, 70", said)
+    assert found["engines"]["ours"]["config"]["enable_prefix_caching"] is False
+
+
+def test_prefix_caching_is_asked_for_and_then_found(tmp_path, capsys):
+    rows = [{"timestamp": 50 * i, "input_length": 40, "output_length": 2, "hash_ids": [0, 1, i + 2]}
+            for i in range(12)]  # fmt: skip
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = f"{SMALL} --workload serve --trace {tmp_path}/m.jsonl --hash-block-size 16 --speed 0.5"
+    argv += f" --enable-prefix-caching --num-warmups 0 --repetitions 1 --json {tmp_path}/x.json"
+    assert bench.main(f"{argv} --bandwidth 1 --flops 1".split()) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    (one,) = found["workloads"]["serve"]["ours"]["repetitions"]
+    assert 0.5 < one["raw"]["prefix_hit_share"] <= 32 / 40
+    assert one["raw"]["trace"]["shared_blocks"] == pytest.approx(11 * 2 / 36)
+    said = capsys.readouterr().out
+    assert "not measured, shares of the roofline: which tokens of a prompt" in said
+    assert bench.main(f"{argv} --kv contiguous".split()) == 2
+    assert "prefix caching was asked for" in capsys.readouterr().err
 
 
 def test_a_peer_that_breaks_is_left_out_of_that_workload(tmp_path, capsys, log):
@@ -585,7 +626,9 @@ def test_requests_are_sampled_at_the_declared_temperature():
     with engine_of() as engine:
         ours, seen = Ours(engine, "random:tiny"), []
         add = engine.add_request
-        engine.add_request = lambda ids, params, *rest: seen.append(params) or add(ids, params)
+        engine.add_request = lambda ids, params, *rest, **more: (
+            seen.append(params) or add(ids, params)
+        )
         ours.submit([1, 2], 3)
     assert seen == [SamplingParams(max_tokens=3, temperature=0.6, ignore_eos=True)]
 

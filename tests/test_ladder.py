@@ -14,13 +14,15 @@ from core.config import RunConfig
 from core.errors import RunError, UserError
 from core.metrics import RequestMetrics
 from core.seams import SEAMS
+from evals.speed.driving import Clock
 from evals.speed.ladder import findings, markdown, measured, rungs
 from evals.speed.ladder.findings import TTFT, saturated
 from evals.speed.ladder.loads import Load, Mix, requests, serve
 from evals.speed.ladder.phases import Climb, Plan, checked
 from evals.speed.ladder.rungs import BASELINE, all_rungs, build, chosen, own_rung, plan_of, without
 from evals.speed.ladder.study import Store, Timetable
-from evals.speed.workloads import Clock
+from evals.speed.peers import News
+from evals.speed.saturation import is_behind
 
 COMMON = {
     "model": "tiny",
@@ -189,16 +191,16 @@ class Server:
     """A request takes `seconds` from its submission, whatever runs beside it."""
 
     def __init__(self, seconds):
-        self.now, self.seconds, self.due = 0.0, seconds, None
+        self.now, self.seconds = 0.0, seconds
         self.running, self.ended, self.most = {}, [], 0
         self.clock = Clock(lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
         self.now += seconds + 1e-9
 
-    def submit(self, prompt, num_output):
+    def submit(self, prompt, num_output, due_s):
         key = len(self.running) + len(self.ended)
-        self.running[key] = self.now + self.seconds, self.due, num_output
+        self.running[key] = self.now + self.seconds, due_s, num_output
         self.most = max(self.most, len(self.running))
         return key
 
@@ -211,6 +213,7 @@ class Server:
         self.now = max(self.now, at)
         metrics = RequestMetrics(1, 0, num, 0, due, due, due, due, self.now, (self.now,) * num)
         self.ended.append(SimpleNamespace(request_id=str(key), metrics=metrics))
+        return [News(key, num, True)]
 
 
 def test_the_clock_starts_when_a_request_was_due():
@@ -246,9 +249,9 @@ def test_figures_of_a_run():
 
 def test_a_growing_queue_is_seen_and_a_short_run_is_not_asked():
     due = np.linspace(0, 10, 80)
-    assert measured.is_behind(due, 500 + 400 * due)
-    assert not measured.is_behind(due, np.full(80, 500.0))
-    assert not measured.is_behind(due[:40], 500 + 400 * due[:40])
+    assert is_behind(due, 500 + 400 * due)
+    assert not is_behind(due, np.full(80, 500.0))
+    assert not is_behind(due[:40], 500 + 400 * due[:40])
 
 
 # -------- a study with planted timings

@@ -1,36 +1,44 @@
-"""Four workloads on any composition, beside any other engine, and what of the roofline they reach.
+"""Workloads on any composition, beside any other engine, and what of the roofline they reach.
 
     python -m evals.speed.bench --model random:qwen3-0.6b --json bench.json
     python -m evals.speed.bench --peer vllm --rebuild --json bench.json
+    python -m evals.speed.bench --workload grid --grid-concurrency 1 8 64
+    python -m evals.speed.bench --workload serve --input-len lognormal:512:1 --request-rate 8
+    python -m evals.speed.bench --workload serve --trace conv.csv --utilisation 0.6
 
-The workloads, and how each figure is defined, stand in evals.speed.workloads: w1 throughput, w2
-time to first token of lone prompts, w3 decode steps, w4 requests that come as a Poisson process.
+The workloads, and how each figure is defined: w1 throughput, w2 time to first token of lone
+prompts, w3 decode steps, w4 requests that come as a Poisson process (evals.speed.workloads); grid,
+lengths by concurrency in closed loops (evals.speed.grid); serve, requests of any lengths and
+arrivals or those of a trace, with the figures of `vllm bench serve` (evals.speed.serve). Without
+--workload the first four are run.
+
 With a peer (evals.speed.peers) ours runs before and after it, as an A/A control; all engines live
 at once and are measured in turn, or with --rebuild one after the other. A peer gets our limits, and
-prefix caching is off everywhere. A share of the roofline is counted step by step
-(evals.speed.roofline). The result is written after each workload.
+prefix caching is off everywhere unless --enable-prefix-caching asks for it. A share of the roofline
+is counted step by step (evals.speed.roofline). The result is written after each workload.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import parse_setting
 from core.errors import RunError, UserError, explained
 from core.show import Progress, progress_bar
 from evals import records
-from evals.arguments import count, positive
-from evals.speed import peers, roofline, workloads
+from evals.speed import bench_arguments, peers, roofline, serve, workloads
 from evals.speed.arms import in_turn, where
 from evals.speed.bench_tables import AGAIN, OURS, rows_of, show
+from evals.speed.driving import Clock, Result
+from evals.speed.grid import grid
 from evals.speed.steps import kv_token_bytes
-from evals.speed.workloads import WORKLOADS, Clock
+from evals.speed.workloads import WORKLOADS, Workload
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -50,6 +58,9 @@ class Bench:
         self.arms |= {spec: partial(self._peer, make) for spec, make in makers.items()}
         if makers:
             self.arms[AGAIN] = self._ours
+        self._works: dict[str, Workload] = {**WORKLOADS, "grid": grid}
+        if "serve" in args.workload:
+            self._works["serve"] = serve.Serving(args)
         self._ceilings: roofline.Ceilings | None = None
         self._floor: Floor | None = None
         self._left_out: dict[str, str] = {}
@@ -77,7 +88,7 @@ class Bench:
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_bytes=args.kv_cache_bytes,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            enable_prefix_caching=False,
+            enable_prefix_caching=args.enable_prefix_caching,
             seed=args.seed,
             progress=self._progress,
         )
@@ -89,7 +100,11 @@ class Bench:
 
     def _floor_of(self, engine: Engine) -> Floor | None:
         """What a step of this engine cannot take less than, in seconds; None where its cache does
-        not tell the bytes of a token."""
+        not tell the bytes of a token, or prompts are found in it."""
+        if self.args.enable_prefix_caching:
+            why = "which tokens of a prompt a step computed is not known with prefix caching"
+            self._left_out["shares of the roofline"] = why
+            return None
         try:
             size = kv_token_bytes(engine)
         except UserError as error:
@@ -110,11 +125,11 @@ class Bench:
         args, names = self.args, list(self.arms)
         self._ceilings, bandwidth = ceilings(args)
         about = {
-            "command": " ".join(["python -m evals.speed.bench", *args.argv]),
+            "command": f"python -m evals.speed.bench {shlex.join(args.argv)}",
             **where(args.device),
             "arguments": {k: v for k, v in vars(args).items() if k != "argv"},
             "bandwidth": bandwidth,
-            "definitions": workloads.DEFINITIONS,
+            "definitions": {**workloads.DEFINITIONS, **serve.DEFINITIONS},
         }
         for group in [[name] for name in names] if args.rebuild else [names]:
             with ExitStack() as stack:
@@ -170,11 +185,14 @@ class Bench:
     def _once(self, workload: str, engine: peers.Peer, i: int) -> dict[str, Any]:
         if isinstance(engine, peers.Ours):
             engine.forget()
-        found = workloads.run(workload, engine, self.args, i, Clock())._asdict()
+        found = self._run(workload, engine, i)._asdict()
         if isinstance(engine, peers.Ours):
             steps = roofline.steps_of(engine.calls, engine.prompt_lens, engine.depth)
             found["steps"] = roofline.shares(steps, self._floor)
         return found
+
+    def _run(self, workload: str, engine: peers.Peer, i: int) -> Result:
+        return workloads.run(workload, engine, self.args, i, Clock(), self._works)
 
     def _host_times(self, workload: str, engine: peers.Peer) -> dict[str, Any]:
         """What the host alone takes, from one more pass in which the device is idle whenever a step
@@ -186,7 +204,7 @@ class Bench:
         engine.forget()
         engine.is_alone = True
         try:
-            workloads.run(workload, engine, self.args, self.args.repetitions, Clock())
+            self._run(workload, engine, self.args.repetitions)
             return roofline.host_times(engine.calls)
         except (UserError, RunError) as error:
             return {"not_known": str(error)}
@@ -233,84 +251,10 @@ def ceilings(args: argparse.Namespace) -> tuple[roofline.Ceilings | None, dict[s
     return roofline.Ceilings(bandwidth * 1e12, flops * 1e12), known
 
 
-# -------- the command line
-
-
-def bound(text: str) -> tuple[str, float]:
-    """NAME:MS of --goodput."""
-    name, _, ms = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el"):
-        raise argparse.ArgumentTypeError(f"{text} bounds none of ttft, tpot, e2el")
-    return name, positive(ms)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--workload", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    add("--repetitions", type=count, default=3, help="of each workload, in one process")
-    add("--peer", action="append", default=[], metavar="NAME|MODULE:CLASS[:KEY=VALUE,…]")
-    add("--rebuild", action="store_true", help="free each engine before the next is built")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path)
-    _add_engine(parser.add_argument_group("engine"))
-    _add_sizes(parser.add_argument_group("sizes"))
-    roof = parser.add_argument_group("roofline")
-    add = roof.add_argument
-    add("--bandwidth", type=positive, help="TB/s; on CUDA 4.24, as measured on one H200")
-    add("--flops", type=positive, help="TFLOP/s; on CUDA 765, as measured on one H200")
-    add("--measure-bandwidth", action="store_true", help="of reading and copying, on the device")
-    add("--bandwidth-bytes", type=count, help="of the tensor that is read for it")
-    args = parser.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else argv
-    return args
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model", default="random:qwen3-0.6b")
-    add("--kv", default="paged")
-    add("--fusion", default="auto")
-    add("--graphs", default="auto")
-    add("--sched", default="fifo")
-    add("--set", action="append", default=[], metavar="SEAM.FIELD=VALUE")
-    add("-p", dest="plugins", action="append", default=[], metavar="PLUGIN")
-    add("--device")
-    add("--dtype")
-    add("--max-model-len", type=count, default=16640)
-    add("--max-num-seqs", type=count, default=256)
-    add("--max-num-batched-tokens", type=count)
-    add("--kv-cache-bytes", help="of each engine; needed where several live at once")
-    add("--gpu-memory-utilization", type=positive)
-
-
-def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--num-requests", type=count, default=256, help="w1")
-    add("--tokens", type=count, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="w1")
-    lengths = [128, 150, 1024, 1100, 3000, 4096, 4400, 16384]
-    add("--prefill", type=count, nargs="+", default=lengths, help="w2: tokens of prompts")
-    add("--repeats", type=count, default=20, help="w2: prompts of each length")
-    add("--lone-budget-s", type=positive, default=20.0, help="w2: then a length ends at 5 prompts")
-    add("--batch", type=count, nargs="+", default=[1, 8, 64, 256], help="w3: sequences")
-    add("--context", type=count, default=1024, help="w3: tokens of each prompt")
-    add("--steps", type=count, default=128, help="w3: steps timed")
-    add("--num-arrivals", type=count, default=200, help="w4: requests")
-    add("--rate", type=positive, default=64.0, help="w4: requests a second")
-    add("--prompt-median", type=count, default=512, help="w4")
-    add("--max-prompt", type=count, default=8192, help="w4")
-    add("--output-mean", type=count, default=128, help="w4")
-    add("--goodput", type=bound, nargs="+", default=[], metavar="ttft|tpot|e2el:MS", help="w4")
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
     document: dict[str, Any] | None = None
     try:
+        args = bench_arguments.parse(argv, __doc__)
         records.check_folder(args.json)
         if args.peer and not args.rebuild and args.kv_cache_bytes is None:
             num = len(set(args.peer)) + 2

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from core.show import print_rows
+from evals.speed import grid
 from evals.speed.arms import compared
 from evals.speed.workloads import fewest_samples
 
 OURS, AGAIN = "ours", "ours again"
+RATES = ("throughput", "goodput")
 
 
 def rows_of(workload: str, by_arm: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -23,16 +25,31 @@ def rows_of(workload: str, by_arm: Mapping[str, Mapping[str, Any]]) -> list[dict
         for one in found["repetitions"]:
             for figure, value in one["figures"].items():
                 values.setdefault(figure, {}).setdefault(arm, []).append(value)
-                num, place = _num_samples(figure, one["raw"]), (figure, arm)
+                num, place = one["num_samples"].get(figure), (figure, arm)
                 if num is not None:
                     samples[place] = min(num, samples.get(place, num))
     rows = [row for figure, given in values.items() for row in summary(workload, figure, given)]
-    return [row | {"samples": samples.get((row["figure"], row["arm"]))} for row in rows]
+    void = {arm for arm, found in by_arm.items() if _is_saturated(found)}
+    return [
+        row
+        | {"samples": samples.get((row["figure"], row["arm"]))}
+        | ({"ratio_to_ours": None, "verdict": "saturated"} if _is_void(row, void) else {})
+        for row in rows
+    ]
 
 
-def _num_samples(figure: str, raw: Mapping[str, Any]) -> int | None:
-    of = figure.rpartition(" ")[0]
-    return raw.get("num_itl") if of == "itl_ms" else len(raw[of]) if of in raw else None
+def _is_saturated(found: Mapping[str, Any]) -> bool:
+    return any(one["is_saturated"] for one in found["repetitions"])
+
+
+def _is_void(row: Mapping[str, Any], saturated: Container[str]) -> bool:
+    """Latencies of what was saturated, or is compared with it, are none."""
+    return not _is_rate(row["figure"]) and (row["arm"] in saturated or OURS in saturated)
+
+
+def _is_rate(figure: str) -> bool:
+    """More is better; of a grid, its cell stands behind the name."""
+    return figure.partition(" ")[0].endswith(RATES)
 
 
 def summary(
@@ -44,7 +61,7 @@ def summary(
     positives = {arm: values for arm, values in whole.items() if min(values) > 0}
     said: dict[str, dict[str, Any]] = {}
     if OURS in positives:
-        rises = [figure] if figure.endswith(("throughput", "goodput")) else []
+        rises = [figure] if _is_rate(figure) else []
         rows = compared({figure: positives}, OURS, AGAIN, more_is_better=rises)
         said = {row["arm"]: row for row in rows}
     return [
@@ -64,8 +81,18 @@ def summary(
 
 
 def show(document: Mapping[str, Any]) -> None:
-    """Tables of the figures, of the steps and of the host's time; then what there is not."""
-    print_rows([_cells(row) for row in document["rows"]], sys.stdout)
+    """Tables of the figures, of the steps and of the host's time; then what whoever reads them must
+    know, and what there is not."""
+    rows = document["rows"]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    for arm in arms:
+        if lines := grid.table(rows, arm):
+            if len(arms) > 1:
+                print(f"grid, {arm}")
+            print_rows(lines, sys.stdout)
+    # The cells of a grid stand there already; beside other arms they are compared one by one.
+    others = [row for row in rows if row["workload"] != "grid" or len(arms) > 1]
+    print_rows([_cells(row) for row in others], sys.stdout)
     ours = {name: by_arm[OURS] for name, by_arm in document["workloads"].items() if OURS in by_arm}
     print_rows([row for found in ours.values() for row in _step_rows(found)], sys.stdout)
     hosts = [row for found in ours.values() for row in _host_rows(found["host"])]
@@ -125,9 +152,12 @@ def _host_rows(host: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _sentences(document: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     for what, why in document["left_out"].items():
         yield f"not measured, {what}: {why}"
-    for by_arm in document["workloads"].values():
+    for name, by_arm in document["workloads"].items():
         for arm, found in by_arm.items():
-            for what, why in found["repetitions"][-1]["refused"].items():
+            last = found["repetitions"][-1]
+            yield from (f"{name}, {arm}: {note}" for note in last["notes"])
+            for why in dict.fromkeys(last["refused"].values()):
+                what = ", ".join(key for key, reason in last["refused"].items() if reason == why)
                 yield f"not measured, {arm}, {what}: {why}"
     for row in document["rows"]:
         point = row["figure"].rpartition(" p")[2]

@@ -2,8 +2,8 @@
 
     python -m evals.speed.replay --trace AzureLLMInferenceTrace_conv.csv --sched fifo shortest
 
-A trace in the format of the Azure LLM inference traces (CSV: TIMESTAMP, ContextTokens,
-GeneratedTokens) is replayed through the real schedule and a real kv host half; a step takes
+A trace (`evals.speed.traces`: Azure's, Mooncake's, or any other by --columns) is replayed through
+the real schedule and a real kv host half; a step takes
 `step + prefill * prompt tokens + decode * decode rows`. Lengths and order are those of the trace;
 only its time is scaled: capacity is how long the same requests take under fifo if all come at once,
 and utilisation is that over the time in which they come. Everything is a function of the arguments.
@@ -16,12 +16,10 @@ the scheduler declares (`pass_bound_s`).
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterable, Sequence as Seq
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,53 +31,14 @@ from core.registry import Registry
 from core.testing.clock import Arrival, StepCost, VirtualEngine, percentiles
 from evals import records
 from evals.arguments import positive
+from evals.speed.traces import Trace, add_options, read_trace, source_of
 
 if TYPE_CHECKING:
     from core.batch import Sequence
     from core.seams import Scheduler
     from core.testing.clock import Log
 
-COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 POINTS = (50, 90, 99, 100)
-
-
-class Trace(NamedTuple):
-    """Arrivals in seconds from the first, in order; `num_dropped` were longer than a sequence may
-    be."""
-
-    name: str
-    arrivals: list[Arrival]
-    num_dropped: int
-
-    @property
-    def span_s(self) -> float:
-        return self.arrivals[-1].at
-
-
-def read_trace(path: Path, *, max_model_len: int, num_requests: int | None) -> Trace:
-    """The trace in `path`. Raises UserError where it has other columns, or nothing that fits."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): name a trace") from error
-    if not rows or not set(COLUMNS) <= set(rows[0]):
-        raise UserError(f"{path} has no columns {', '.join(COLUMNS)}: give an Azure trace as CSV")
-    stamps = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]  # microseconds
-    sizes = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
-    first = min(stamps)
-    found = sorted(
-        Arrival((stamp - first).total_seconds(), num_prompt, max(1, num_output))
-        for stamp, (num_prompt, num_output) in zip(stamps, sizes, strict=True)
-    )[:num_requests]
-    kept = [a for a in found if a.num_prompt and a.num_prompt + a.num_output <= max_model_len]
-    if len(kept) < 2:
-        raise UserError(
-            f"{path} has {len(kept)} of {len(found)} requests within {max_model_len} tokens: "
-            "raise --max-model-len or give a longer trace"
-        )
-    start = kept[0].at
-    return Trace(path.stem, [a._replace(at=a.at - start) for a in kept], len(found) - len(kept))
 
 
 def make_sched(text: str, registry: Registry) -> Scheduler:
@@ -131,7 +90,7 @@ def engine(sched: Scheduler, args: argparse.Namespace, passes: Passes | None) ->
 
 def capacity_s(trace: Trace, registry: Registry, args: argparse.Namespace) -> float:
     """Seconds in which all requests are served, if all come at once."""
-    at_once = [arrival._replace(at=0.0) for arrival in trace.arrivals]
+    at_once = [Arrival(0.0, item.num_prompt, item.num_output) for item in trace.arrivals]
     return engine(make_sched("fifo", registry), args, None).run(at_once).end_s
 
 
@@ -139,8 +98,8 @@ def scaled(trace: Trace, speed: float, urgent: float, seed: int) -> list[Arrival
     """The arrivals `speed` times as fast, a share `urgent` of them with priority -1."""
     draws = np.random.default_rng(seed).random(len(trace.arrivals))
     return [
-        arrival._replace(at=arrival.at / speed, priority=-int(draw < urgent))
-        for arrival, draw in zip(trace.arrivals, draws, strict=True)
+        Arrival(one.at / speed, one.num_prompt, one.num_output, priority=-int(draw < urgent))
+        for one, draw in zip(trace.arrivals, draws, strict=True)
     ]
 
 
@@ -177,7 +136,8 @@ def replay(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
     registry = Registry(args.plugins)
     for sched in args.sched:
         make_sched(sched, registry)  # a wrong name is said before anything has run
-    limits = {"max_model_len": args.max_model_len, "num_requests": args.requests}
+    limits: dict[str, Any] = {"max_model_len": args.max_model_len, "num_requests": args.requests}
+    limits["source"] = source_of(args)
     for trace in [read_trace(path, **limits) for path in args.trace]:
         capacity = capacity_s(trace, registry, args)
         for utilisation in args.utilisation:
@@ -192,6 +152,7 @@ def replay(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
                 yield {
                     "trace": trace.name,
                     "num_dropped": trace.num_dropped,
+                    "jitter_s": trace.jitter_s,
                     "capacity_s": capacity,
                     "speed": speed,
                     "utilisation": utilisation,
@@ -211,8 +172,10 @@ def print_results(results: Seq[dict[str, Any]]) -> None:
         rows = [r for r in results if (r["trace"], r["utilisation"]) == (trace, utilisation)]
         first = rows[0]
         console = Console(width=200)  # a row is a line, whatever the terminal
+        width = first["jitter_s"]
+        spread = "" if width is None else f", those of one stamp spread over {width:.3g} s"
         console.print(
-            f"{trace}: {first['num_requests']} requests ({first['num_dropped']} too long), "
+            f"{trace}: {first['num_requests']} requests ({first['num_dropped']} dropped){spread}, "
             f"utilisation {utilisation:g}, {first['speed']:.3g} times as fast; TTFT in seconds"
         )
         heads = ("p50", "p90", "p99", "max", "TPOT p50 ms", "preempted", "passed s", "beyond")
@@ -253,6 +216,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--requests", type=int, metavar="N", help="the first N of the trace; default: all")
     add("--urgent", type=float, default=0.0, help="share of requests with priority -1, drawn")
     add("--seed", type=int, default=0, help="of that draw")
+    add_options(add)
     add("--kv", default="paged")
     add("--kv-tokens", type=int, default=500_000, help="room of the cache, in tokens")
     add("--max-model-len", type=int, default=16_384)

@@ -5,29 +5,34 @@
 - w3, decode steps: a full batch at one context, the time between its steps.
 - w4, arrivals: requests come as a Poisson process, whatever the engine is busy with.
 
-An engine is an `evals.speed.peers.Peer`. A token has arrived when `step` has returned it, so it is
-on the host. Every prompt is drawn anew, so that no cache of prefixes can help. Lengths and arrivals
-are the same in every repetition and for every engine. A warm-up goes before each measurement;
-`Peer.section` says where one ends and the other begins.
+`evals.speed.serve` and `evals.speed.grid` have two more: requests of any lengths and arrivals, and
+a baseline over lengths and concurrency.
+
+An engine is an `evals.speed.peers.Peer`, driven by `evals.speed.driving`. Every prompt is drawn
+anew, so that no cache of prefixes can help. Lengths and arrivals are the same in every repetition
+and for every engine. A warm-up goes before each measurement; `Peer.section` says where one ends and
+the other begins.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from core.errors import RunError, UserError
+from evals.speed.driving import Clock, Driver, Request, Result, serve
 from evals.speed.latency import Served, goodput, latencies_ms, smallest_sample
+from evals.speed.saturation import is_behind
 
 if TYPE_CHECKING:
-    from evals.speed.peers import News, Peer
+    from evals.speed.peers import Peer
 
 DEFINITIONS = {
     "duration": "s, from the first submission (w4: from the first moment a request may be due) to "
@@ -50,29 +55,7 @@ WARM_UP_PROMPTS, WARM_UP_STEPS, WARM_UP_BURST = 4, 8, 64
 FEWEST = 5  # prompts of a length, however long they take
 _HIGHEST_ID = 10_000
 
-
-class Clock(NamedTuple):
-    """Seconds of a monotonic clock, and how to wait on it."""
-
-    now: Callable[[], float] = time.perf_counter
-    sleep: Callable[[float], None] = time.sleep
-
-
-class Request(NamedTuple):
-    """`at` is when it is due, in seconds from the start of the workload."""
-
-    prompt: list[int]
-    num_output: int
-    at: float = 0.0
-
-
-class Result(NamedTuple):
-    """One repetition. `figures` are compared between engines, None where too few samples carry
-    one; `raw` is what they were read off; `refused` are sentences, by what was left out."""
-
-    figures: dict[str, float | None]
-    raw: dict[str, Any]
-    refused: dict[str, str]
+Workload = Callable[[Driver, Namespace, int], Result]
 
 
 # -------- statistics
@@ -144,32 +127,7 @@ def _rng(args: Namespace, *more: int) -> np.random.Generator:
     return np.random.default_rng([args.seed, 1, *more])
 
 
-# -------- driving
-
-
-class Driver:
-    """An engine under a clock, and random prompts for it."""
-
-    def __init__(self, engine: Peer, clock: Clock, rng: np.random.Generator) -> None:
-        self.engine, self.now, self.sleep = engine, clock.now, clock.sleep
-        self._rng = rng
-
-    def prompt(self, num_tokens: int) -> list[int]:
-        return self._rng.integers(0, self.engine.setup.vocab_size, num_tokens).tolist()  # type: ignore[no-any-return]
-
-    def add(self, prompt: list[int], num_output: int) -> int:
-        return self.engine.submit(prompt, num_output)
-
-    def news(self) -> list[News]:
-        """Step until tokens arrive."""
-        while self.engine.pending():
-            if found := [news for news in self.engine.step() if news.num_tokens]:
-                return found
-        raise RunError(f"{self.engine.name} has nothing left to do and owes tokens")
-
-    def drain(self) -> None:
-        while self.engine.pending():
-            self.engine.step()
+# -------- what is measured
 
 
 def throughput(driver: Driver, args: Namespace, repetition: int) -> Result:
@@ -185,25 +143,27 @@ def throughput(driver: Driver, args: Namespace, repetition: int) -> Result:
     num_asked = sum(r.num_output for r in wanted)
     if num_output != num_asked:
         raise RunError(f"{engine.name} wrote {num_output} tokens of the {num_asked} asked for")
-    return Result(*_rates(wanted, num_output, seconds), {})
+    return Result.empty()._replace(**_rates(wanted, num_output, seconds))
 
 
-def _rates(
-    wanted: Seq[Request], num_output: int, seconds: float
-) -> tuple[dict[str, float | None], dict[str, Any]]:
+def _rates(wanted: Seq[Request], num_output: int, seconds: float) -> dict[str, Any]:
+    """Figures, and the counts that they were read off."""
     num_prompt = sum(len(r.prompt) for r in wanted)
-    figures: dict[str, float | None] = {
+    figures = {
         "output_throughput": num_output / seconds,
         "total_token_throughput": (num_prompt + num_output) / seconds,
         "request_throughput": len(wanted) / seconds,
     }
     counts = {"total_input_tokens": num_prompt, "total_output_tokens": num_output}
-    return figures, {"duration": seconds, "completed": len(wanted), **counts}
+    return {
+        "figures": figures,
+        "raw": {"duration": seconds, "completed": len(wanted), **counts},
+    }
 
 
 def lone_prompts(driver: Driver, args: Namespace, repetition: int) -> Result:
     """w2. A length that one request may not have is refused."""
-    result, longest = Result({}, {}, {}), driver.engine.setup.max_model_len
+    result, longest = Result.empty(), driver.engine.setup.max_model_len
     for n in args.prefill:
         if n >= longest:
             what = f"a prompt of {n} tokens needs a longer --max-model-len than {longest}"
@@ -215,9 +175,9 @@ def lone_prompts(driver: Driver, args: Namespace, repetition: int) -> Result:
             result.refused[f"prefill {n}"] = str(error)
             continue
         driver.engine.section(None)
-        result.figures.update(
-            {f"ttft_ms {n} p50": percentile(times, 50), f"ttft_ms {n} min": min(times)}
-        )
+        found = {f"ttft_ms {n} p50": percentile(times, 50), f"ttft_ms {n} min": min(times)}
+        result.figures.update(found)
+        result.num_samples.update(dict.fromkeys(found, len(times)))
         result.raw[f"ttft_ms {n}"] = times
     return result
 
@@ -244,7 +204,7 @@ def _ttfts(driver: Driver, num_tokens: int, args: Namespace) -> list[float]:
 
 def decode_steps(driver: Driver, args: Namespace, repetition: int) -> Result:
     """w3. Prompts have `args.context` tokens; steps are timed once all have their first token."""
-    result = Result({}, {}, {})
+    result = Result.empty()
     for batch in args.batch:
         section, num_ahead = f"decode {batch}", _num_ahead(driver.engine, batch, args.context)
         try:
@@ -261,6 +221,8 @@ def decode_steps(driver: Driver, args: Namespace, repetition: int) -> Result:
                 f"tpot_ms {batch} mean": sum(gaps) / (num_tokens / batch),
             }
         )
+        named = (f"step_ms {batch} p50", f"step_ms {batch} min")
+        result.num_samples.update(dict.fromkeys(named, len(gaps)))
         result.raw[f"step_ms {batch}"] = gaps
     return result
 
@@ -314,62 +276,51 @@ def _gaps(
     return [(after - before) * 1e3 for before, after in pairwise(stamps)], num_tokens
 
 
+def warm_up(driver: Driver, wanted: Seq[Request], num: int) -> None:
+    """The first of them, one a step, with other tokens and short outputs."""
+    for request in wanted[:num]:
+        with suppress(UserError):  # what is refused is so again where it is measured, and said
+            driver.add(driver.prompt(len(request.prompt)), min(32, request.num_output))
+        if driver.engine.pending():
+            driver.engine.step()
+    driver.drain()
+
+
 def poisson(driver: Driver, args: Namespace, repetition: int) -> Result:
     """w4. A request is submitted at the first step that begins after it was due; all of its
     waiting counts."""
     engine, setup = driver.engine, driver.engine.setup
     wanted = arrivals(args, setup.vocab_size, repetition, setup.max_model_len)
-    for r in wanted[:WARM_UP_BURST]:
-        driver.add(driver.prompt(len(r.prompt)), min(32, r.num_output))
-        engine.step()
-    driver.drain()
+    warm_up(driver, wanted, WARM_UP_BURST)
     engine.section("w4")
-    times, seconds = _serve(driver, wanted)
+    line = serve(engine, wanted, driver.clock)
     engine.section(None)
-    num_output = sum(map(len, times))
-    figures, raw = _rates(wanted, num_output, seconds)
-    served = [Served(r.at, stamps) for r, stamps in zip(wanted, times, strict=True)]
+    rates = _rates(wanted, sum(map(len, line.token_times_s)), line.duration_s)
+    figures, raw, num_samples = rates["figures"], rates["raw"], dict[str, int]()
+    served = [Served(r.at, times) for r, times in zip(wanted, line.token_times_s, strict=True)]
     found = latencies_ms(served)
-    gaps = found.pop("itl")
+    behind = is_behind([r.at for r in wanted], found["ttft"])
     for name, values in found.items():
-        raw[f"{name}_ms"] = values
-        figures |= {f"{name}_ms p{point}": percentile(values, point) for point in (50, 99)}
-    figures |= {f"itl_ms p{point}": percentile(gaps, point) for point in (50, 99)}
-    figures["itl_ms max"] = max(gaps, default=None)
-    # Tens of thousands: their number, and their quantiles at whole per cents, stand for them.
-    raw["num_itl"], quantiles = len(gaps), np.arange(101)
-    raw["itl_ms quantiles"] = np.percentile(gaps, quantiles).tolist() if gaps else []
+        named = {f"{name}_ms p{point}": percentile(values, point) for point in (50, 99)}
+        if name == "itl":
+            named["itl_ms max"] = max(values, default=None)
+        figures |= named
+        num_samples |= dict.fromkeys(named, len(values))
+    raw |= {f"{name}_ms": values for name, values in found.items() if name != "itl"}
+    raw |= {"busy": line.busy_s / line.duration_s, **gaps_for_a_record(found["itl"])}
     if args.goodput:
-        figures["request_goodput"] = goodput(served, dict(args.goodput), seconds)
-    return Result(figures, raw, {})
+        figures["request_goodput"] = goodput(served, dict(args.goodput), line.duration_s)
+    said = ["saturated, not a latency result: the queue grew to the end; lower --rate"]
+    return Result(figures, raw, {}, num_samples, said if behind else [], behind)
 
 
-def _serve(driver: Driver, wanted: Seq[Request]) -> tuple[list[list[float]], float]:
-    """The stamps of every request's tokens, and of the end, in seconds from the start."""
-    engine, start = driver.engine, driver.now()
-    times: list[list[float]] = [[] for _ in wanted]
-    place: dict[int, int] = {}
-    num_sent = 0
-    while num_sent < len(wanted) or engine.pending():
-        elapsed = driver.now() - start
-        while num_sent < len(wanted) and wanted[num_sent].at <= elapsed:
-            request = wanted[num_sent]
-            place[driver.add(request.prompt, request.num_output)] = num_sent
-            num_sent += 1
-        if not engine.pending():
-            driver.sleep(max(0.0, wanted[num_sent].at - (driver.now() - start)))
-            continue
-        found = engine.step()
-        stamp = driver.now() - start
-        for news in found:
-            times[place[news.key]] += [stamp] * news.num_tokens
-    missing = sum(r.num_output for r in wanted) - sum(map(len, times))
-    if missing:
-        raise RunError(f"{engine.name} owes {missing} tokens of those asked for")
-    return times, driver.now() - start
+def gaps_for_a_record(gaps: Seq[float]) -> dict[str, Any]:
+    """Tens of thousands: their number, and their quantiles at whole per cents, stand for them."""
+    quantiles = np.percentile(gaps, np.arange(101)).tolist() if gaps else []
+    return {"num_itl": len(gaps), "itl_ms quantiles": quantiles}
 
 
-WORKLOADS: Mapping[str, Callable[[Driver, Namespace, int], Result]] = {
+WORKLOADS: Mapping[str, Workload] = {
     "w1": throughput,
     "w2": lone_prompts,
     "w3": decode_steps,
@@ -377,11 +328,18 @@ WORKLOADS: Mapping[str, Callable[[Driver, Namespace, int], Result]] = {
 }
 
 
-def run(name: str, engine: Peer, args: Namespace, repetition: int, clock: Clock) -> Result:
+def run(
+    name: str,
+    engine: Peer,
+    args: Namespace,
+    repetition: int,
+    clock: Clock,
+    works: Mapping[str, Workload] = WORKLOADS,
+) -> Result:
     """One repetition of a workload, and what the engine was asked to give way of meanwhile."""
     before = engine.num_preemptions()
-    driver = Driver(engine, clock, _rng(args, repetition, 1 + list(WORKLOADS).index(name)))
-    result = WORKLOADS[name](driver, args, repetition)
+    driver = Driver(engine, clock, _rng(args, repetition, 1 + list(works).index(name)))
+    result = works[name](driver, args, repetition)
     if before is not None:
         result.raw["num_preemptions"] = (engine.num_preemptions() or 0) - before
     return result

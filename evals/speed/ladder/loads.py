@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from core.errors import RunError
-from evals.speed.peers import TEMPERATURE, Ours
-from evals.speed.workloads import Clock, Request, arrivals
+from evals.speed import driving
+from evals.speed.driving import Clock, Request
+from evals.speed.workloads import arrivals
 
 if TYPE_CHECKING:
     from core.metrics import RequestMetrics
+    from evals.speed.peers import Ours
 
 Kind = Literal["closed", "poisson", "burst", "lone"]
 
@@ -84,19 +85,6 @@ def requests(
     return found
 
 
-class Timed(Ours):
-    """An Engine that is told when each request was due, so that all of its waiting counts."""
-
-    due: float | None = None
-
-    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
-        from core.sampling import SamplingParams
-
-        params = SamplingParams(max_tokens=max_tokens, temperature=TEMPERATURE, ignore_eos=True)
-        self.engine.add_request(prompt, params, str(key), arrival=self.due)
-        self.prompt_lens[key] = len(prompt)
-
-
 class Served(NamedTuple):
     """A run: its requests in the order in which they were due, and from when to when it took, in
     seconds of the clock."""
@@ -107,37 +95,14 @@ class Served(NamedTuple):
 
 
 def serve(
-    engine: Timed, wanted: list[Request], most_at_once: int | None, clock: Clock | None = None
+    engine: Ours, wanted: list[Request], most_at_once: int | None, clock: Clock | None = None
 ) -> Served:
     """Submit each request when it is due, or (`most_at_once`) as soon as so few are running.
 
     Raises RunError where tokens are missing.
     """
-    clock = clock or Clock()
-    begin, num_sent, keys = clock.now(), 0, []
-    num_before = len(engine.ended)
-    while num_sent < len(wanted) or engine.pending():
-        now = clock.now()
-        while num_sent < len(wanted):
-            request = wanted[num_sent]
-            if most_at_once is None:
-                if begin + request.at > now:
-                    break
-                engine.due = begin + request.at
-            else:
-                if num_sent - (len(engine.ended) - num_before) >= most_at_once:
-                    break
-                engine.due = now
-            keys.append(engine.submit(request.prompt, request.num_output))
-            num_sent += 1
-        if engine.pending():
-            engine.step()
-        else:
-            clock.sleep(max(0.0, begin + wanted[num_sent].at - clock.now()))
-    end = clock.now()
+    num_before, is_closed = len(engine.ended), most_at_once is not None
+    line = driving.serve(engine, wanted, clock, max_concurrency=most_at_once, is_closed=is_closed)
     ended = {int(output.request_id): output.metrics for output in engine.ended[num_before:]}
-    metrics = [ended[key] for key in keys]
-    missing = sum(r.num_output for r in wanted) - sum(m.num_output_tokens for m in metrics)
-    if missing:
-        raise RunError(f"{missing} tokens of those asked for are missing")
-    return Served(metrics, begin, end)
+    metrics = [ended[key] for key in line.keys]
+    return Served(metrics, line.begin_s, line.begin_s + line.duration_s)

@@ -6,14 +6,11 @@ Definitions: `evals.speed.latency` (the clock starts when a request was due) and
 - recompute tax: tokens computed again after a preemption over all tokens computed;
 - busy: the share of the run that the engine spent in steps;
 - share of the roofline: `evals.speed.roofline`, over all steps of the run;
-- behind: whether the queue grew over the run. The median TTFT of the last quarter of its requests
-  is above that of the first by more than 15 % of the time in which they came. Of fewer than 64
-  requests it is not asked: a few that come together look like it.
+- behind: whether the queue grew over the run (`evals.speed.saturation`).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +21,8 @@ from evals.speed.latency import Served as Stamps, latencies_ms
 from evals.speed.workloads import percentile
 
 if TYPE_CHECKING:
-    from evals.speed.ladder.loads import Served, Timed
+    from evals.speed.ladder.loads import Served
+    from evals.speed.peers import Ours
 
 DEFINITIONS = {
     **{name: about for name, about in workloads.DEFINITIONS.items() if name != "p50, p90, p99"},
@@ -40,7 +38,6 @@ DEFINITIONS = {
     "ratio": "geometric mean of the paired ratios of runs, with its 95 % interval by Student's t",
     "share": "log of a step's ratio over the sum of those of all steps that stay",
 }
-BEHIND, FEWEST = 0.15, 64
 MAX_LOOKS = 64  # of the cache, that a record keeps
 POINTS = {"ttft_ms": (50, 90, 99), "tpot_ms": (50,), "itl_ms": (50, 99), "e2el_ms": (50,)}
 
@@ -66,15 +63,6 @@ def figures(served: Served) -> tuple[dict[str, float | None], dict[str, list[flo
     return numbers, samples
 
 
-def is_behind(due_s: Seq[float], ttft_ms: Seq[float]) -> bool:
-    """Whether the engine fell behind those that came; both in the order of arrival."""
-    span, quarter = due_s[-1] - due_s[0], len(due_s) // 4
-    if not span or len(due_s) < FEWEST:
-        return False
-    first, last = statistics.median(ttft_ms[:quarter]), statistics.median(ttft_ms[-quarter:])
-    return (last - first) * 1e-3 > BEHIND * span
-
-
 def cache_use(
     report: Mapping[str, Any], served: Served, token_bytes: float | None
 ) -> dict[str, Any]:
@@ -97,7 +85,7 @@ def cache_use(
 
 
 def work(
-    engine: Timed, served: Served, done: Mapping[str, int],
+    engine: Ours, served: Served, done: Mapping[str, int],
     floor: Callable[[roofline.Step], float] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What the steps of a run came to; `done` are the counters of it."""

@@ -14,8 +14,10 @@ from core.errors import UserError
 from core.metrics import KVUse
 from evals.speed import roofline
 from evals.speed.ladder import measured
-from evals.speed.ladder.loads import Kind, Load, Mix, Served, Timed, requests, serve
+from evals.speed.ladder.loads import Kind, Load, Mix, Served, requests, serve
 from evals.speed.ladder.rungs import Arm, engine_fields, plan_of
+from evals.speed.peers import Ours
+from evals.speed.saturation import is_behind
 from evals.speed.steps import kv_token_bytes
 
 if TYPE_CHECKING:
@@ -56,8 +58,8 @@ class Engines:
 
     def __init__(self, common: Common, progress: Progress, *, rebuild: bool = False) -> None:
         self._common, self._progress, self._rebuild = common, progress, rebuild
-        self._live: dict[tuple[str, int | None], Timed] = {}
-        self._known: dict[Timed, set[Kind]] = {}  # loads that an engine has served
+        self._live: dict[tuple[str, int | None], Ours] = {}
+        self._known: dict[Ours, set[Kind]] = {}  # loads that an engine has served
         self._floors: dict[str, tuple[float | None, Callable[[roofline.Step], float] | None]] = {}
         self.facts: ModelFacts | None = None
         self.reports: dict[str, dict[str, Any]] = {}
@@ -74,12 +76,12 @@ class Engines:
     def close(self) -> None:
         self.retain(())
 
-    def engine(self, arm: Arm, room_tokens: int | None = None) -> Timed:
+    def engine(self, arm: Arm, room_tokens: int | None = None) -> Ours:
         """The engine of an arm."""
         key = arm.name, room_tokens
         if key not in self._live:
             started = time.perf_counter()
-            self._live[key] = Timed(self._build(arm, room_tokens), "")
+            self._live[key] = Ours(self._build(arm, room_tokens), "")
             self.build_s.append(time.perf_counter() - started)
         return self._live[key]
 
@@ -113,7 +115,7 @@ class Engines:
             return size, None
         return size, lambda step: roofline.floor_s(facts, step, rates, size)
 
-    def _serve(self, engine: Timed, load: Load, seed: int, label: str) -> Served:
+    def _serve(self, engine: Ours, load: Load, seed: int, label: str) -> Served:
         setup, mix = engine.setup, self._common.mix
         wanted = requests(
             mix, load, seed=seed, label=label, vocab_size=setup.vocab_size,
@@ -145,7 +147,7 @@ class Engines:
             "samples": samples,
             "itl_ms quantiles": quantiles,
             "duration_s": served.end_s - served.begin_s,
-            "is_behind": load.kind == "poisson" and measured.is_behind(due, samples["ttft_ms"]),
+            "is_behind": load.kind == "poisson" and is_behind(due, samples["ttft_ms"]),
             "kv": measured.cache_use(engine.engine.report(), served, token_bytes),
             **measured.work(engine, served, done, floor),
         }
@@ -163,7 +165,6 @@ class Engines:
         for _ in range(num_prompts + 2):
             ids = rng.integers(0, engine.setup.vocab_size, num_tokens).tolist()
             engine.forget()
-            engine.due = None
             engine.submit(ids, 1)
             while engine.pending():
                 engine.step()
