@@ -58,7 +58,9 @@ class Vllm(Peer):
         self._options = arguments
         before = {id(one): one for one in tensors_on(setup.device)}  # held: ids stay theirs
         self._llm: Any = self._module.LLM(**arguments)
+        gc.unfreeze()  # it has frozen what it made, which hides that from whoever looks for it
         self._made = [weakref.ref(t) for t in tensors_on(setup.device) if id(t) not in before]
+        gc.freeze()
         self._engine: Any = self._llm.llm_engine
         self._kinds: Any = importlib.import_module("vllm.sampling_params").RequestOutputKind
 
