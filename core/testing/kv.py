@@ -413,6 +413,22 @@ class KVManagerSuite:
             decode(rig, [seq], min(20, MAX_LEN - n))
             rig.release(seq)
 
+    def test_a_step_that_is_given_up_leaves_nothing_behind(self) -> None:
+        """Steps are planned and begun, at every edge of a block, and run only when begun again."""
+        rig = self.rig(limits=Limits(MAX_LEN, 2, MAX_LEN))
+        goes, stays = (rig.sequence([n] * n, share_prefix=False) for n in (2, 3))
+        for seq in (goes, stays):
+            rig.admit(seq)
+        run_dense_step(rig, [], [(goes, 2), (stays, 3)])
+        for n in range(3, 40):
+            for seq in (goes, stays):
+                rig.append(seq, n)
+            rig.begin([goes, stays])
+            out = run_dense_step(rig, [stays])  # in truth `goes` has ended by then
+            self._exact(worst_error(rig, stays, n, out), f"the token after {n}")
+            out = run_dense_step(rig, [goes])
+            self._exact(worst_error(rig, goes, n - 1, out), f"the token after {n - 1}")
+
     def test_a_long_hit_arrives_whole(self) -> None:
         """What a hit tells the device may be more than one step's metadata hold."""
         rig = self.rig(limits=Limits(MAX_LEN, 2, 8))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import numpy as np
+
 from core import hookimpl
 from plugins.kv.blocks import ROOT, BlockPool
 from plugins.kv.paged import Paged
@@ -119,6 +121,24 @@ class DropsDeltas(Paged):
         super().plan(step, host)
         self.tables._pending.clear()
         return False
+
+
+class CountsWhatItBegins(Paged):
+    """A row is as long as the steps that were begun with it make it."""
+
+    def bind(self, facts, limits, kv_cache_bytes, device):
+        super().bind(facts, limits, kv_cache_bytes, device)
+        self.lengths = [0] * (limits.max_num_seqs + 1)
+
+    def begin_step(self, batch):
+        host, seq_lens = batch.host, batch.host.seq_lens.copy()
+        for row, (slot, num_tokens) in enumerate(
+            zip(host.slots, np.diff(host.query_start), strict=True)
+        ):
+            first = int(host.seq_lens[row]) == num_tokens
+            self.lengths[slot] = int(num_tokens) + (0 if first else self.lengths[slot])
+            seq_lens[row] = min(self.lengths[slot], self._limits.max_model_len)
+        super().begin_step(dataclasses.replace(batch, host=host._replace(seq_lens=seq_lens)))
 
 
 class CachesTheWholePrompt(Paged):
