@@ -125,8 +125,9 @@ def _final_limits(
     if room.num_seqs < 1 or room.num_tokens < 2:
         what = f"{budget:,} bytes of KV cache hold no sequence of kv '{name}' at max_model_len"
         which = f"{limits.max_model_len} ({facts.kv_bytes_per_token:,} bytes a token unquantised)"
-        advice = "raise --kv-cache-bytes, or lower --max-num-seqs, --max-num-batched-tokens (tables"
-        raise UserError(f"{what} {which}: {advice} and scratch come first) or the block size")
+        which += ": raise --kv-cache-bytes, or lower --max-model-len, --max-num-seqs"
+        advice = "--max-num-batched-tokens (tables and scratch come first) or the block size"
+        raise UserError(f"{what} {which}, {advice}")
     shrinks, longest = config.max_model_len is None, limits.max_model_len
     longest = min(longest, room.num_tokens) if shrinks else longest
     return Limits(longest, min(limits.max_num_seqs, room.num_seqs), limits.max_num_batched_tokens)

@@ -108,8 +108,7 @@ class Executor:
         sampled_slots = plan.slots[plan.samples]
         epochs = self._slots.epoch[sampled_slots]
         if not len(sampled_slots):
-            _, wait = self._send_home()
-            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, wait)
+            return InFlight(plan, sampled_slots, epochs, sampled_slots, None, self._send_home()[1])
         sampled = self._sample(batch)
         num_top = int(self._slots.num_logprobs[sampled_slots].max())
         results = [sampled]

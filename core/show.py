@@ -54,13 +54,14 @@ def describe(offer: Offer) -> dict[str, Any]:
     """One offer in full: owner, file and line, docstring, facts, options. UserError if broken."""
     cls: Any = offer.load()
     file = inspect.getsourcefile(cls) or offer.owner.origin
+    stated = [*fact_types(offer.seam), "heeds_priority", "held_to", "quality"]
     return {
         "seam": offer.seam,
         "name": offer.name,
         "owner": str(offer.owner),
         "origin": f"{file}:{inspect.getsourcelines(cls)[1]}",
         "description": inspect.getdoc(cls) or "",
-        "facts": {name: getattr(cls, name) for name in fact_types(offer.seam) if name != "Config"},
+        "facts": {n: getattr(cls, n) for n in stated if n != "Config" and hasattr(cls, n)},
         "options": [
             {
                 "name": f"{offer.seam}.{name}",

@@ -96,10 +96,9 @@ class HFTokenizer(Tokenizer):
     def chat(self, text: str) -> list[int] | None:
         if not self.backend.chat_template:
             return None
-        message = {"role": "user", "content": text}
-        template = self.backend.apply_chat_template
+        chat, template = [{"role": "user", "content": text}], self.backend.apply_chat_template
         with explained("the model's chat template fails", "give --no-chat-template"):
-            return list(template([message], add_generation_prompt=True, return_dict=False))
+            return list(template(chat, add_generation_prompt=True, return_dict=False))
 
     def decode(self, ids: Seq[int]) -> str:
         as_written = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

@@ -13,7 +13,7 @@ runs all of them on CUDA in bfloat16. `verify` compares the spans of one step by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from unittest import mock
@@ -24,13 +24,12 @@ import torch
 from core import Engine, SamplingParams
 from core.chain import Placed, check_spans, cover, execute
 from core.config import OfferConfig
-from core.conform import bind
 from core.errors import UserError
-from core.registry import Registry
 from core.seams import offered
 from core.testing import parity
 from core.testing.decoder import HIDDEN, UNKNOWN, DecoderRig, save_decoder
 from core.testing.spans import ROW_VALUES, Deviation, compare, covers, difference, verify
+from core.testing.suite import Suite
 from core.testing.tiny import KINDS
 from core.weights import checkpoint_views
 
@@ -86,7 +85,7 @@ class PlainNodes:
         return []
 
 
-class FusionSuite:
+class FusionSuite(Suite):
     """What every FusionSet keeps. Class attributes say which one, and how exact it is.
 
     `tolerance` is how far a value may be off, times (1 + the plain value). `kinds` are decoders of
@@ -94,29 +93,23 @@ class FusionSuite:
     `token_counts` lengths of steps.
     """
 
-    plugin: ClassVar[str] = ""
-    offer: ClassVar[type | None] = None
-    config: ClassVar[Mapping[str, Any]] = {}
+    seam: ClassVar[str] = "fusion"
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[torch.dtype] = torch.float32
     tolerance: ClassVar[float] = parity.SPAN[torch.float32]
-    expected_failures: ClassVar[Mapping[str, str]] = {}
     kinds: ClassVar[tuple[str, ...]] = tuple(KINDS)
     caches: ClassVar[tuple[str, ...]] = ("paged", "contiguous", HIDDEN)
     token_counts: ClassVar[tuple[int, ...]] = (1, 2, 7, 63, 100)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        self.hold()
         for name, values in (("kind", self.kinds), ("cache", self.caches)):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values)
 
     @pytest.fixture(autouse=True)
-    def _expect(self, request: pytest.FixtureRequest) -> None:
-        """Mark what the subclass expects to fail, and skip a device that is not here."""
-        name = getattr(request.node, "originalname", request.node.name)
-        if name in self.expected_failures:
-            reason = self.expected_failures[name]
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    def _device(self) -> None:
+        """Skip a device that is not here."""
         if self.device == "cuda" and not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
 
@@ -124,9 +117,7 @@ class FusionSuite:
 
     def make(self, **options: Any) -> FusionSet:
         """A fresh fusion set."""
-        offer: Any = self.offer or Registry().find("fusion", self.plugin).load()
-        config = offer.Config(**{**self.config, **options})
-        return cast("FusionSet", bind("fusion", offer(config)))
+        return cast("FusionSet", self.made(**options))
 
     def decoder(self, kind: str, cache: str = "paged") -> tuple[DecoderRig, list[Span]]:
         """A decoder and what is on offer for it. Skips where the offer refuses to run on a CPU."""
@@ -181,12 +172,6 @@ class FusionSuite:
         return found
 
     # -------------------------------------------------------------------------------- the offer
-
-    def test_fits_the_seam(self) -> None:
-        """Facts have their types, methods their arguments, options a description."""
-        config = type(self.make()).Config
-        assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
-        assert all(field.description for field in config.model_fields.values())
 
     def test_spans_are_runs_of_the_chain(self, kind: str) -> None:
         """The nodes of a span exist and follow each other somewhere."""

@@ -12,16 +12,15 @@ only, so these need no GPU; `core.testing.graphs_gpu` replays what it captures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 
 from core.batch import BatchShape, Limits
-from core.conform import bind
 from core.model import FINAL_NORM, LAYER, LM_HEAD
-from core.registry import Registry
 from core.seams import offered
+from core.testing.suite import Suite
 
 if TYPE_CHECKING:
     from core.seams import GraphStrategy
@@ -32,33 +31,21 @@ _NUM_SEQS = (1, 3, 17, 20, 97)
 _NUM_TOKENS = (97, 300)
 
 
-class GraphSuite:
+class GraphSuite(Suite):
     """What every GraphStrategy keeps. Class attributes say which one."""
 
-    plugin: ClassVar[str] = ""
-    offer: ClassVar[type | None] = None
-    config: ClassVar[Mapping[str, Any]] = {}
-    expected_failures: ClassVar[Mapping[str, str]] = {}
+    seam: ClassVar[str] = "graphs"
     limits: ClassVar[tuple[Limits, ...]] = tuple(
         Limits(MAX_LEN, num_seqs, num_tokens)
         for num_seqs in _NUM_SEQS
         for num_tokens in sorted({num_seqs + 1, *_NUM_TOKENS})
     )
 
-    @pytest.fixture(autouse=True)
-    def _expect(self, request: pytest.FixtureRequest) -> None:
-        """Mark what the subclass expects to fail."""
-        name = getattr(request.node, "originalname", request.node.name)
-        if name in self.expected_failures:
-            reason = self.expected_failures[name]
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
     # ------------------------------------------------------------------------------- helpers
 
     def make(self) -> GraphStrategy:
         """A fresh strategy."""
-        offer: Any = self.offer or Registry().find("graphs", self.plugin).load()
-        return cast("GraphStrategy", bind("graphs", offer(offer.Config(**self.config))))
+        return cast("GraphStrategy", self.made())
 
     def captured(self) -> Iterator[tuple[Limits, GraphStrategy, list[BatchShape]]]:
         """For each of the limits a strategy that has been asked for its shapes, and the shapes."""
@@ -84,12 +71,6 @@ class GraphSuite:
         return cast("Seq[str]", cut())
 
     # --------------------------------------------------------------------------------- shapes
-
-    def test_fits_the_seam(self) -> None:
-        """Facts have their types, methods their arguments, options a description."""
-        config = type(self.make()).Config
-        assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
-        assert all(field.description for field in config.model_fields.values())
 
     def test_captures_is_as_declared(self) -> None:
         """Who captures has a shape for all limits; who does not has none, and selects none."""

@@ -11,17 +11,15 @@ whatever the policy says. The policy runs in the real schedule, against a virtua
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-import pytest
 
 from core.batch import Limits
-from core.conform import bind
-from core.registry import Registry
 from core.schedule import Schedule
 from core.testing.clock import (
     Arrival,
@@ -32,6 +30,7 @@ from core.testing.clock import (
     expected_output,
     sequence_of,
 )
+from core.testing.suite import Suite
 
 if TYPE_CHECKING:
     from core.batch import Sequence
@@ -46,29 +45,18 @@ COST = StepCost(fixed_s=2e-3, prefill_s=1e-4, decode_s=1e-4)
 FULL_STEP_S = COST.seconds(LIMITS.max_num_batched_tokens, LIMITS.max_num_seqs)
 
 
-class SchedulerSuite:
+class SchedulerSuite(Suite):
     """What every Scheduler keeps. Class attributes say which one, and what it promises.
 
     `short_passes_long`: whether a short prompt that comes in behind a long one, half done, is
     served before it; None: no promise. `schedule` makes the Schedule, for those who break it.
     """
 
-    plugin: ClassVar[str] = ""
-    offer: ClassVar[type | None] = None
-    config: ClassVar[Mapping[str, Any]] = {}
+    seam: ClassVar[str] = "sched"
     short_passes_long: ClassVar[bool | None] = None
     schedule: ClassVar[Callable[..., Schedule]] = Schedule
-    expected_failures: ClassVar[Mapping[str, str]] = {}
     # Of a random workload: what was asked for last, and how many there may be (None: as many).
     num_drawn, most_requests = 0, None
-
-    @pytest.fixture(autouse=True)
-    def _expect(self, request: pytest.FixtureRequest) -> None:
-        """Mark what the subclass expects to fail."""
-        name = getattr(request.node, "originalname", request.node.name)
-        if name in self.expected_failures:
-            reason = self.expected_failures[name]
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
     def pass_bound_s(self, sched: Any, seq: Sequence) -> float:
         """Seconds after the arrival of `seq` from which on nothing that arrives passes it, of equal
@@ -80,8 +68,7 @@ class SchedulerSuite:
 
     def make(self) -> Scheduler:
         """A fresh scheduler."""
-        offer: Any = self.offer or Registry().find("sched", self.plugin).load()
-        return cast("Scheduler", bind("sched", offer(offer.Config(**self.config))))
+        return cast("Scheduler", self.made())
 
     def run(
         self, arrivals: Iterable[Arrival], sched: Any = None, **options: Any
@@ -104,12 +91,6 @@ class SchedulerSuite:
             assert log.counters.num_preemptions > 0 or hasattr(self.make(), "may_start")
 
     # -------------------------------------------------------------------------------- the offer
-
-    def test_fits_the_seam(self) -> None:
-        """Facts have their types, methods their arguments, options a description."""
-        config = type(self.make()).Config
-        assert config.model_config["frozen"] and config.model_config["extra"] == "forbid"
-        assert all(field.description for field in config.model_fields.values())
 
     def test_keys_are_a_total_order(self) -> None:
         """Of any two one comes first or they tie; one that comes first of two is before both."""
@@ -144,6 +125,19 @@ class SchedulerSuite:
             log, _ = self.run(self.arrivals(30, seed), watched, num_kv_tokens=SCARCE)
             assert watched.wrong_victims == [], watched.wrong_victims[0]
             self._expect_preemptions(log)
+
+    def test_a_victim_is_chosen_at_the_time_of_the_plan(self) -> None:
+        """`victim` gets no clock: it goes by that of the last `key`, whatever the time is."""
+        for now in (5.0, 60.0, 1e6):
+            sched = Watched(self.make())
+            sched.clock = functools.partial(float, now)
+            *running, for_seq = _sequences(self.arrivals(20))
+            for _ in range(len(running)):
+                for seq in (*running, for_seq):
+                    sched.key(seq, now)
+                chosen = sched.victim(running, for_seq)
+                for_seq, *running = (seq for seq in (*running, for_seq) if seq is not chosen)
+                assert sched.wrong_victims == [], f"at {now:g} s {sched.wrong_victims[0]}"
 
     # ------------------------------------------------------------------- what the core keeps
 
@@ -251,8 +245,10 @@ class SchedulerSuite:
         log, _ = self.run([long, short], limits=limits, num_kv_tokens=4 * 2048)
         first = [float(seq.token_times[seq.num_prompt]) for seq in log.sequences]
         if self.short_passes_long is not None:
-            said = f"the short one's came at {first[1]:.3f} s, the long one's at {first[0]:.3f} s"
-            assert (first[1] < first[0]) == self.short_passes_long, said
+            assert (first[1] < first[0]) == self.short_passes_long, (
+                f"a short prompt behind a long one has its token at {first[1]:.3f} s, "
+                f"the long one at {first[0]:.3f} s; short_passes_long: {self.short_passes_long}"
+            )
         if self.short_passes_long:
             assert log.ttft_s()[1] <= 2 * FULL_STEP_S, "it waited for more than a step to end"
 

@@ -18,7 +18,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-WRITTEN = ("eval-last-letters", "fusion-rms-triton", "graphs-doubling", "kv-sinks", "sched-hrrn")
+WRITTEN = (
+    "eval-last-letters",
+    "fusion-rms-triton",
+    "graphs-doubling",
+    "kv-fp8",
+    "kv-sinks",
+    "sched-hrrn",
+    "sched-mlfq",
+)
 SEAMS = ("eval", "fusion", "graphs", "kv", "sched")
 GENERATED = tuple(f"{seam}-my-{seam}" for seam in SEAMS)
 # The interpreter wants a process of its own: it must be asked for before triton is imported.
@@ -122,6 +130,8 @@ def test_packages_are_checked_by_name(venv):
     asked = {
         "kv sinks -k dense": "kv sinks: 1 ok",
         "kv sinks --set num_sinks=2 --set window=8 -k dense": "kv sinks: 1 ok",
+        "kv fp8 --set block_size=5 -k dense": "kv fp8: 1 ok",
+        "sched mlfq --set levels=1 -k total_order": "sched mlfq: 1 ok",
         "sched hrrn -k total_order": "sched hrrn: 1 ok",
         "graphs doubling -k ladders": "graphs doubling: 1 ok",
         "fusion rms_triton -k runs_of": "fusion rms_triton: 1 ok",
@@ -130,7 +140,7 @@ def test_packages_are_checked_by_name(venv):
     done = venv.run("-c", code, *asked, TRITON_INTERPRET="1")
     found = [line for line in done.stdout.splitlines() if re.match(r"\w+ \w+: \d", line)]
     assert found == list(asked.values()), done.stdout + done.stderr
-    assert done.stdout.endswith("[0, 0, 0, 0, 0]\n")
+    assert done.stdout.endswith("[0, 0, 0, 0, 0, 0, 0]\n")
 
 
 def test_a_prompt_runs_through_all_of_them(venv):

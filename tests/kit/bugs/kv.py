@@ -8,7 +8,7 @@ import inspect
 import numpy as np
 
 from core import hookimpl
-from plugins.kv.blocks import ROOT, BlockPool
+from plugins.kv.blocks import ROOT, BlockPool, slot_rows
 from plugins.kv.paged import Paged
 
 
@@ -124,20 +124,26 @@ class DropsDeltas(Paged):
 
 
 class CountsWhatItBegins(Paged):
-    """A row is as long as the steps that were begun with it make it."""
+    """A row that decodes is as long as the steps that were begun with it make it."""
 
     def bind(self, facts, limits, kv_cache_bytes, device):
         super().bind(facts, limits, kv_cache_bytes, device)
-        self.lengths = [0] * (limits.max_num_seqs + 1)
+        self.begun = slot_rows(limits, 0)
+
+    def on_slot(self, seq, slot):
+        super().on_slot(seq, slot)
+        if slot is not None:
+            self.begun[slot] = 0
+
+    def rollback(self, seq, num_tokens):
+        super().rollback(seq, num_tokens)
+        self.begun[:] = 0
 
     def begin_step(self, batch):
-        host, seq_lens = batch.host, batch.host.seq_lens.copy()
-        for row, (slot, num_tokens) in enumerate(
-            zip(host.slots, np.diff(host.query_start), strict=True)
-        ):
-            first = int(host.seq_lens[row]) == num_tokens
-            self.lengths[slot] = int(num_tokens) + (0 if first else self.lengths[slot])
-            seq_lens[row] = min(self.lengths[slot], self._limits.max_model_len)
+        host, begun = batch.host, self.begun[batch.host.slots]
+        counted = (np.diff(host.query_start) == 1) & (begun > 0)
+        seq_lens = np.where(counted, begun + 1, host.seq_lens).clip(max=self._limits.max_model_len)
+        self.begun[host.slots] = seq_lens
         super().begin_step(dataclasses.replace(batch, host=host._replace(seq_lens=seq_lens)))
 
 
