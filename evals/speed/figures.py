@@ -27,7 +27,8 @@ ONE_ROW = ("norm_linear", "linear_add")
 FEW_ROWS = ("linear", "linear_act", "linear_add_norm")
 HOST_PATH = "host-path-qwen3-0.6b-h200.json"
 LEVERS = "lever-{}-qwen3-0.6b-h200.json"
-DUEL = "duel-vllm-qwen3-0.6b-h200.json"
+DUELS = ("duel-vllm-qwen3-0.6b-h200.json", "duel-vllm-qwen3-0.6b-h200-fast-host.json")
+LONG_CONTEXT = {kv: f"steps-32k-{kv}-qwen3-4b-h200.json" for kv in ("paged", "paged_int8")}
 BENCH = {
     "paged": "bench-qwen3-0.6b-h200.json",
     "paged_int8": "bench-paged_int8-qwen3-0.6b-h200.json",
@@ -163,6 +164,11 @@ def bench_table(by_column: Mapping[str, dict[str, str]], ratio: bool = False) ->
     return table(("figure", *by_column, *(["ratio"] if ratio else [])), rows)
 
 
+def _duel(file: str) -> dict[str, dict[str, str]]:
+    arms = {"outweigh": "ours", "vllm": "vllm"}
+    return {name: {"record": file, "arm": arm} for name, arm in arms.items()}
+
+
 def readme_tables() -> list[str]:
     """Those of the README, in its order."""
     paged = [record(STEPS), record(LONG_STEPS)]
@@ -176,7 +182,7 @@ def speed_tables() -> list[str]:
     """Those of the README beside this module, in its order."""
     others = {name: [record(file) for file in files] for name, files in OTHER_STEPS.items()}
     occupancy = {"preemptions": ".0f", "recomputed tokens": ".0f", "steps": ".0f"}
-    duel = {"outweigh": {"record": DUEL, "arm": "ours"}, "vllm": {"record": DUEL, "arm": "vllm"}}
+    long_context = {kv: [record(file)] for kv, file in LONG_CONTEXT.items()}
     return [
         spans_table(record(SPANS), (1,), only=ONE_ROW),
         spans_table(record(PRODUCTS), (2, 8, 16, 32, 64), only=FEW_ROWS),
@@ -187,9 +193,10 @@ def speed_tables() -> list[str]:
         lever_table("block_size", "tok/s"),
         figures_of_lever("block_size", occupancy | {"room filled": ".2f", "fragmentation": ".2f"}),
         columns_table(others, "Qwen3-4B"),
+        columns_table(long_context, "paged"),
         host_table(record(HOST_PATH)),
         bench_table({kv: {"record": file, "arm": "ours"} for kv, file in BENCH.items()}),
-        bench_table(duel, ratio=True),
+        *(bench_table(_duel(file), ratio=True) for file in DUELS),
     ]
 
 
