@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from core.metrics import StepCounters
     from core.seams import KVManager, Scheduler
     from core.show import Progress
+
+_WEIGHTS = attrgetter("model", "dtype", "device", "seed")  # of a RunConfig
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,15 @@ class Parts:
         }
 
 
-def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) -> Parts:
+def compose(
+    fields: dict[str, Any], counters: StepCounters, progress: Progress, like: Parts | None
+) -> Parts:
     """Build every part of an engine. Raises UserError before anything large is allocated where that
-    is possible."""
+    is possible. `like` are those of an engine that has the model already."""
     plan = resolve(RunConfig.of(**fields), Registry(fields.get("plugins", ())))
     try:
         with plan.blaming():
-            return _assemble(plan, counters, progress)
+            return _assemble(plan, counters, progress, like)
     except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no error of its own
         if "memory" not in reason(error).lower():
             raise
@@ -68,11 +73,13 @@ def compose(fields: dict[str, Any], counters: StepCounters, progress: Progress) 
         raise RunError(f"{what}: lower --kv-cache-bytes, {advice}") from error
 
 
-def _assemble(plan: Plan, counters: StepCounters, progress: Progress) -> Parts:
+def _assemble(plan: Plan, counters: StepCounters, progress: Progress, like: Parts | None) -> Parts:
     config, offers = plan.config, plan.build()
     device, dtype = torch.device(config.device or "cpu"), getattr(torch, str(config.dtype))
-    load = partial(progress, "load")
-    model = load_model(config.model, dtype=dtype, device=device, seed=config.seed, progress=load)
+    load = partial(load_model, config.model, dtype=dtype, device=device, seed=config.seed)
+    if like and _WEIGHTS(like.plan.config) != _WEIGHTS(config):
+        raise UserError("weights_of has another model, dtype, device or seed: give one like it")
+    model = like.model._replace(notes=[]) if like else load(progress=partial(progress, "load"))
     facts, kv = model.facts, offers.kv
     limits = _first_limits(config, facts)
     rope = rope_tables(facts, limits.max_model_len, device)
@@ -83,10 +90,9 @@ def _assemble(plan: Plan, counters: StepCounters, progress: Progress) -> Parts:
             look_at(model.weights)
     share = config.gpu_memory_utilization  # None on a CPU
     budget = config.kv_cache_bytes or (
-        host_budget(facts, limits)
-        if share is None
+        host_budget(facts, limits) if share is None
         else device_budget(decoder, spans, limits, share, offers.graphs.captures)
-    )
+    )  # fmt: skip
     limits = _final_limits(config, facts, limits, kv, budget, plan.kv.name)
     if limits.max_model_len < (config.max_model_len or facts.max_position):
         what = f"the KV cache holds sequences of {limits.max_model_len} tokens and the model"

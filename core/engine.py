@@ -23,12 +23,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from core.batch import Sequence
-from core.compose import compose
+from core.compose import Parts, compose
 from core.errors import RunError, UserError, explained, reason
 from core.metrics import KVUse, RequestMetrics, StepCounters
 from core.sampling import SamplingParams
@@ -103,14 +103,19 @@ class Engine(AbstractContextManager["Engine"]):
     `core.config.RunConfig`.
 
     A seam (`kv`, `fusion`, `graphs`, `sched`) takes a name or an instance. `progress(stage, done,
-    total)` is called while weights load and graphs are captured. Raises UserError for what the
-    caller can mend.
+    total)` is called while weights load and graphs are captured. `weights_of` is an open engine of
+    the same model, dtype, device and seed: both read the same weights then. Raises UserError for
+    what the caller can mend.
 
     On CUDA what exists when it has been built is kept from Python's garbage collector until it is
     closed (`gc.freeze`): to look through it all takes as long as ten decode steps.
     """
 
-    def __init__(self, *, progress: Progress | None = None, **config: Any) -> None:
+    _parts: Parts
+
+    def __init__(
+        self, *, progress: Progress | None = None, weights_of: Engine | None = None, **config: Any
+    ) -> None:
         self.counters, self.kv_use = StepCounters(), KVUse()
         self._requests: dict[str, _Request] = {}
         self._in_flight: deque[tuple[float, InFlight]] = deque()  # after the moment of launch
@@ -120,7 +125,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._num_added, self._landed_s, self._closed = 0, 0.0, False
         self._news: dict[_Request, None] = {}  # got tokens or an end, and no event of it yet
         self._streams: set[_Request] = set()
-        self._parts = parts = compose(config, self.counters, progress or (lambda *_: None))
+        like = weights_of._open()._parts if weights_of else None
+        self._parts = parts = compose(config, self.counters, progress or (lambda *_: None), like)
         self.plan, self.config, self.limits = parts.plan, parts.plan.config, parts.limits
         self.facts, self.tokenizer = parts.model.facts, parts.model.tokenizer
         self.notes = list(parts.model.notes)
@@ -154,7 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
         Schedulers see `priority` (lower is more urgent) and `metadata` in `Sequence.metadata`.
         `arrival` is when it was due, in seconds of `time.perf_counter`; None: now.
         """
-        self._check_open()
+        self._open()
         arrival = perf_counter() if arrival is None else arrival
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else str(self._num_added)
@@ -246,7 +252,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _advance(self) -> None:
         """Plan and launch a step, then land those that are due."""
         with self.plan.blaming():
-            self._check_open()
+            self._open()
             if len(self._in_flight) > self._depth or self._launch():
                 if len(self._in_flight) > self._depth:
                     self._harvest(self._in_flight.popleft())
@@ -487,16 +493,14 @@ class Engine(AbstractContextManager["Engine"]):
         positions first .. first + n - 1, targets [n] int64 the tokens that follow (one fewer for
         the last position). Returns what the reducer returned. Prefix hits are not used.
         """
-        self._check_open()
-        return score(self._parts, self._encode(token_ids), reducer, rows)
+        return score(self._open()._parts, self._encode(token_ids), reducer, rows)
 
     # -------- closing
 
     def report(self) -> dict[str, Any]:
         """What this engine is and has done so far, JSON-able."""
-        self._check_open()
         seen = {"counters": {**vars(self.counters)}, "kv_use": self.kv_use.as_dict()}
-        return self._parts.describe() | seen
+        return self._open()._parts.describe() | seen
 
     def close(self) -> None:
         """Give back the device memory. Unfinished requests are dropped."""
@@ -508,9 +512,10 @@ class Engine(AbstractContextManager["Engine"]):
                 gc.unfreeze()
             del self._schedule, self._executor, self._kv, self._parts
 
-    def _check_open(self) -> None:
+    def _open(self) -> Self:
         if self._closed:
             raise UserError("this engine is closed: build a new one")
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -49,17 +49,9 @@ class Executor:
     """Owns every per-step buffer, the operations of each token bucket, and the graphs."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVManager,
-        spans: Seq[Span],
-        fusion: Any,
-        graphs: GraphStrategy,
-        limits: Limits,
-        slots: Slots,
-        counters: StepCounters,
-        num_in_flight: int,
-    ) -> None:
+        self, decoder: Decoder, kv: KVManager, spans: Seq[Span], fusion: Any, graphs: GraphStrategy,
+        limits: Limits, slots: Slots, counters: StepCounters, num_in_flight: int,
+    ) -> None:  # fmt: skip
         facts, device = decoder.facts, decoder.device
         self.facts, self.limits, self.device = facts, limits, device
         self._kv, self._graphs, self._slots, self._counters = kv, graphs, slots, counters
@@ -74,8 +66,7 @@ class Executor:
         for tokens in (1, limits.max_num_batched_tokens):  # spans that overlap are refused here
             self._cover(self._chain, tokens)
         self._kv_arrays = dict(kv.metadata(limits))
-        arrays = {**core_sections(limits), **self._kv_arrays}
-        self._staging = Staging(arrays, device, num_in_flight + 1)
+        self._staging = Staging(core_sections(limits) | self._kv_arrays, device, num_in_flight + 1)
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
         self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)

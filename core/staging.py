@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ALIGN = 16  # bytes
 
 
-def core_sections(limits: Limits) -> Arrays:
+def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
     """The core's own arrays. Those of one length share an array, to be padded in one assignment.
 
     "rows": slots, seq_lens, logit_rows, sample_slots; "tokens": token_ids, positions, token_slots.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from evals.quality.tables import quality_tables
 from evals.speed.figures import PRODUCTS, SPANS, readme_tables, record, speed_tables
 from plugins.fusion.triton import MAX_FEW_ROWS, MAX_TILE_ROWS
 
@@ -44,10 +45,14 @@ def run(argv, cwd):
 
 @pytest.mark.parametrize(
     ("document", "tables"),
-    [("README.md", readme_tables), ("evals/speed/README.md", speed_tables)],
-    ids=["README", "evals/speed"],
+    [
+        ("README.md", readme_tables),
+        ("evals/speed/README.md", speed_tables),
+        ("evals/quality/README.md", quality_tables),
+    ],
+    ids=["README", "evals/speed", "evals/quality"],
 )
-def test_the_tables_of_speed_are_those_of_the_records(document, tables):
+def test_the_tables_of_the_documents_are_those_of_the_records(document, tables):
     text = (ROOT / document).read_text(encoding="utf-8")
     missing = [table for table in tables() if table not in text]
     assert not missing, f"{document} lacks:\n{missing[0]}"

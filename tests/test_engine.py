@@ -544,6 +544,23 @@ def test_a_machine_without_memory_is_a_sentence(checkpoints):
         tiny_engine(path, settings={"kv.num_blocks": 10**10})
 
 
+def test_an_engine_reads_the_weights_of_another(checkpoints, monkeypatch):
+    path, expected = checkpoints["qwen2"]
+    with tiny_engine(path) as first:
+        with monkeypatch.context() as patch:
+            twice = lambda *_, **__: pytest.fail("the model is loaded a second time")  # noqa: E731
+            patch.setattr("core.compose.load_model", twice)
+            second = tiny_engine(path, kv="contiguous", weights_of=first)
+        for other in ({"dtype": "bfloat16"}, {"model": "random:tiny"}, {"seed": 7}):
+            with pytest.raises(UserError, match="weights_of has another model, dtype"):
+                tiny_engine(path, **{**other, "weights_of": first})
+    with second:  # which outlives the first
+        outputs = second.generate(prompts()[:3], SamplingParams(max_tokens=NEW_TOKENS))
+        assert [one.token_ids for one in outputs] == expected[:3]
+    with pytest.raises(UserError, match="closed: build a new one"):
+        tiny_engine(path, weights_of=first)
+
+
 def test_a_report_is_a_copy_and_a_closed_engine_has_none(checkpoints):
     path, _ = checkpoints["qwen3"]
     with tiny_engine(path) as engine:

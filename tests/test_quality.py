@@ -12,9 +12,11 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+import core.compose
 from core import Engine
 from core.errors import RunError, UserError
 from evals.quality.__main__ import main
@@ -184,6 +186,33 @@ def test_divergence_is_from_the_reference_and_what_is_not_finite_is_a_uniform_gu
         compare(pair, [("b", "a")], [0, 1, 2, 0], 2)
 
 
+class Wide:
+    """Logits of a wide vocabulary, made when asked for; notes the memory that lives meanwhile."""
+
+    VOCABULARY, ROWS = 1 << 16, 16
+
+    def __init__(self, seed):
+        self.seed, self.bytes = seed, []
+
+    def score(self, ids, reducer, rows):
+        made = torch.Generator().manual_seed(self.seed)
+        for first in range(0, len(ids), self.ROWS):
+            logits = torch.randn(self.ROWS, self.VOCABULARY, generator=made)
+            self.bytes.append(psutil.Process().memory_info().rss)
+            reducer(first, logits, torch.tensor(ids[first + 1 : first + 1 + self.ROWS]))
+
+
+def test_logits_of_a_document_are_never_there_as_a_whole():
+    """Those of one engine, 480 x 65,536 in float32, take 126 MB; the rows of all three take 13,
+    and what is made of them in float64 fits a cache."""
+    engines = {name: Wide(seed) for seed, name in enumerate(("a", "b", "c"))}
+    got = compare(engines, [("a", "b"), ("a", "c")], [0] * 480)
+    assert len(got["a", "c"].kl) == 479 and got["a", "c"].kl.min() > 0
+    for engine in engines.values():
+        settled = engine.bytes[3:]
+        assert len(settled) == 27 and max(settled) - settled[0] < 126e6
+
+
 def test_an_engine_beside_itself_differs_by_nothing(engines):
     with build("paged_int8") as again:
         got = compare({"a": engines["int8"], "b": again}, [("a", "b")], IDS)[("a", "b")]
@@ -230,10 +259,10 @@ def test_what_scoring_raises_reaches_whoever_asks(engines):
 def test_paged_beside_paged_is_exactly_nothing(run):
     code, out, _, record = run("--kv", "paged")
     assert code == 0 and "pass: it is shown that paged costs no more" in out
-    got = record["comparisons"]["offer"]
+    got = record["comparisons"]["paged"]
     assert got["mean_kl"] == got["max_kl"] == got["delta_nats"] == got["delta_p"]["rms"] == 0
     assert got["top1"] == 1 and got["num_positions"] == 10 * 299
-    assert record["limits"]["source"] == "lossless.float32" and record["verdict"] == "pass"
+    assert got["limits"]["source"] == "lossless.float32" and record["verdict"] == "pass"
 
 
 def test_four_bits_fail_by_name(run, sources):
@@ -245,12 +274,14 @@ def test_four_bits_fail_by_name(run, sources):
     # "stored" too: a scale for all of a step depends on how long the step is.
     assert failing == {"mean_kl", "tail_share", "top1", "stored"}
     assert got["delta_nats"]["asked"] == "<= 9"  # the offer's own
-    assert "mean_kl" in out and record["limits"]["source"] == "lossy, its own delta_nats"
+    source = record["comparisons"]["int4"]["limits"]["source"]
+    assert "mean_kl" in out and source == "lossy, its own delta_nats"
 
 
 def test_who_claims_to_be_lossless_and_is_not_fails(run):
     code, _, _, record = run("--kv", "claims")
-    assert code == 1 and record["limits"]["source"] == "lossless.float32"
+    assert code == 1
+    assert record["comparisons"]["claims"]["limits"]["source"] == "lossless.float32"
     assert by_metric(record)["mean_kl"]["verdict"] == "fail"
 
 
@@ -278,10 +309,10 @@ def test_the_record_says_what_was_run(run):
     assert record["vocabulary"] == 320 and record["num_documents_left_out"] == 0
     rows = record["documents"]
     assert [row["name"] for row in rows] == [f"row {i}" for i in range(1, 11)]
-    assert np.mean([row["offer"]["mean_kl"] for row in rows]) == pytest.approx(
-        record["comparisons"]["offer"]["mean_kl"]
+    assert np.mean([row["paged_int8"]["mean_kl"] for row in rows]) == pytest.approx(
+        record["comparisons"]["paged_int8"]["mean_kl"]
     )
-    raw = record["positions"]["offer"]
+    raw = record["positions"]["paged_int8"]
     assert len(raw) == 10 and {len(part) for part in raw[0].values()} == {299}
 
 
@@ -291,17 +322,56 @@ def test_many_positions_stay_out_of_the_record(run, monkeypatch):
     assert record["positions"] == "left out: 598 positions, and a record holds up to 500"
 
 
-@pytest.mark.parametrize(("dtype", "num_engines"), [("float32", 3), ("float16", 4)])
-def test_the_noise_floor_is_the_reference_in_two_precisions(run, dtype, num_engines):
+@pytest.mark.parametrize(("dtype", "reference"), [
+    ("float32", "paged (reference)"), ("float16", "paged in float32"),
+])  # fmt: skip
+def test_the_noise_floor_is_keys_and_values_in_bfloat16_in_a_model_in_float32(
+    run, dtype, reference
+):
     _, out, _, record = run("--noise-floor", "--dtype", dtype, "--limit", "2")
-    assert len(record["engines"]) == num_engines
     floor = record["comparisons"]["noise_floor"]
-    names = [record["engines"][floor[side]]["config"] for side in ("reference", "other")]
-    assert [(one["kv"], one["dtype"]) for one in names] == [
-        ("paged", "float32"), ("paged", "bfloat16"),
-    ]  # fmt: skip
-    assert floor["mean_kl"] > 0 and "paged in bfloat16 beside" in out
-    assert {"offer", "noise_floor"} < set(record["documents"][0])
+    assert (floor["reference"], floor["other"]) == (reference, "bfloat16 keys and values")
+    two = [record["engines"][floor[side]] for side in ("reference", "other")]
+    assert [one["config"]["dtype"] for one in two] == ["float32", "float32"]
+    assert [one["offers"]["kv"]["name"] for one in two] == ["paged", "Bfloat16KV"]
+    assert 1e-9 < floor["mean_kl"] < record["comparisons"]["paged_int8"]["mean_kl"]
+    assert "bfloat16 keys and values beside" in out and "limits" not in floor
+    assert {"paged_int8", "noise_floor"} < set(record["documents"][0])
+
+
+def test_several_offers_beside_one_pass_of_the_reference(run, monkeypatch):
+    loads, loaded = [], core.compose.load_model
+    monkeypatch.setattr(
+        core.compose, "load_model", lambda *a, **k: loads.append(a) or loaded(*a, **k)
+    )
+    both = ["--kv", "paged_int8", "int4", "--noise-floor", "--limit", "8", "--tokens", "280"]
+    code, out, _, record = run(*both)
+    assert code == 1 and len(loads) == 1  # all engines read the same weights,
+    settings = [engine["offers"]["fusion"]["settings"] for engine in record["engines"].values()]
+    assert [one["pack"] for one in settings] == [False] * 4  # and keep no second copy
+    assert list(record["comparisons"]) == ["paged_int8", "int4", "noise_floor"]
+    alone = run("--kv", "int4", "--limit", "8", "--tokens", "280")[3]
+    assert alone["comparisons"]["int4"]["mean_kl"] == record["comparisons"]["int4"]["mean_kl"]
+    metrics = {finding["metric"] for finding in record["findings"]}
+    assert {"mean_kl of int4", "stored of paged_int8"} <= metrics
+    said = out.strip().splitlines()[-3:]
+    verdicts = [record["comparisons"][arm]["verdict"] for arm in ("paged_int8", "int4")]
+    assert verdicts[1] == "fail" and [line.partition(":")[0] for line in said] == [
+        *verdicts,
+        "fail",
+    ]
+
+
+def test_the_same_offer_in_two_ways(run):
+    _, _, _, record = run("--kv", "paged_int8", "paged_int8:k_scales=channel,block_size=8")
+    plain, by_channel = (engine["offers"]["kv"] for engine in list(record["engines"].values())[1:])
+    assert plain["settings"]["k_scales"] == "token"
+    assert (by_channel["settings"]["k_scales"], by_channel["settings"]["block_size"]) == (
+        "channel",
+        8,
+    )
+    kls = [one["mean_kl"] for one in record["comparisons"].values()]
+    assert 0 < kls[1] < kls[0]
 
 
 def test_documents_of_one_token_are_left_out(run, folder):

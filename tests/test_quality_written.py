@@ -6,6 +6,7 @@ Numbers on texts and answers that are known; then every part through the command
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -20,7 +21,9 @@ from evals.quality import __main__ as command, haystacks, tasks as tasks_module,
 from evals.quality.__main__ import main
 from evals.quality.data import Choice, read_rows
 from evals.quality.generation import Prompt, Text, compared, prompts_of, survival
+from evals.quality.options import all_options, parse
 from evals.quality.pairs import paired_shares
+from evals.quality.parts import PARTS
 from evals.quality.recall import Asked, asked, in_turns
 from evals.quality.repeats import loops, parting, repeats
 from evals.quality.tasks import TASKS, known_tasks, last_number, task_of
@@ -298,10 +301,18 @@ def test_questions_of_a_context_come_in_turns():
 
 def test_what_leaves_no_room_is_refused():
     rng = np.random.default_rng(0)
-    with pytest.raises(UserError, match="8 tokens leave no room.*--lengths"):
+    with pytest.raises(UserError, match="8 tokens has no room.*--lengths"):
         haystacks.context("single", 8, [0.0], words, rng)
-    with pytest.raises(UserError, match="9 tokens hold 1 lines"):
+    with pytest.raises(UserError, match="9 tokens holds 1 lines of .*needs 2: raise --lengths"):
         haystacks.context("lines", 9, [0.0], words, rng)
+
+
+@pytest.mark.parametrize("style", ["trained", "text"])
+def test_lengths_that_leave_no_room_are_refused_by_a_number_that_is_above_0(tiny, style):
+    with pytest.raises(UserError, match="raise") as refused:
+        list(asked(tiny, style, options(lengths=[4]), []))
+    numbers = [int(word) for word in re.findall(r"-?\d+", str(refused.value))]
+    assert 4 in numbers and min(numbers) > 0
 
 
 # ---------------------------------------- tasks
@@ -515,7 +526,7 @@ def test_the_report_stands_alone(whole):
     for outside in ("<script", "<link", "<img", "src=", "@import"):
         assert outside not in page
     assert "KL by position" in page and "How long texts stay the same" in page
-    assert "Worst: teacher-forced" in page and "not shown: neither is shown of paged" in page
+    assert "Worst: paged, teacher-forced" in page and "not shown: neither is shown of paged" in page
     assert not list(whole[2].glob("*.partial"))
 
 
@@ -532,7 +543,7 @@ def test_what_a_text_holds_is_no_markup(whole):
     from evals.quality.report import page
 
     record = json.loads(json.dumps(whole[1]))
-    record["worst"][0]["reference"] = "<b>&"
+    record["comparisons"]["paged"]["worst"][0]["reference"] = "<b>&"
     assert "&lt;b&gt;&amp;" in page(record) and "<b>&" not in page(record)
 
 
@@ -548,14 +559,14 @@ def test_a_report_without_matplotlib_is_refused_at_once(run, monkeypatch, tmp_pa
     ("given", "message"),
     [
         ("--parts text,recal", "no part 'recal': choose from text,generation,recall,tasks"),
-        ("--parts tasks", "give --task gsm8k=FILE"),
-        ("--parts tasks --task gsm8k=nowhere.jsonl", "no file or folder nowhere.jsonl"),
-        ("--parts tasks --task sums=x.jsonl", "--task takes NAME=SOURCE"),
+        ("--parts text,tasks", "give --task gsm8k=FILE"),
+        ("--parts text,tasks --tokens 9 --task sums=x.jsonl", "--task takes NAME=SOURCE"),
         ("--parts recall --depths 1.5", "1.5 is not a number from 0 to 1"),
         ("--parts generation --temperatures -1", "-1 is not a number from 0"),
-        ("--parts generation --new-tokens 9999", "lower --new-tokens to 4096"),
-        ("--parts recall --lengths 9999", "lower --lengths to 4096"),
-        ("--parts recall --kinds double --style text", "no kind 'double' of recall"),
+        ("--parts generation --new-tokens 9999", "lower --prompt-tokens plus --new-tokens to 4096"),
+        ("--parts generation --prompt-tokens 9999", "lower --prompt-tokens plus --new-tokens to"),
+        ("--parts text,recall --tokens 9 --lengths 9999", "lower --lengths to 4096"),
+        ("--parts text,recall --tokens 9 --kinds double", "no kind 'double' of recall"),
         ("--parts generation --chat", "no template for chats: leave --chat out"),
         ("--out /proc/none", "/proc/none cannot be made"),
     ],
@@ -563,3 +574,68 @@ def test_a_report_without_matplotlib_is_refused_at_once(run, monkeypatch, tmp_pa
 def test_what_cannot_be_carried_out_is_one_sentence(run, given, message):
     code, out, err = run(*given.split())
     assert code == 2 and message in err and err.count("\n") == 1 and out == ""
+
+
+# An option of some parts, beside the parts that it is not of.
+BESIDE_OTHERS = {
+    "--data": "x.json", "--field": "body", "--limit": "3", "--split": "test", "--tokens": "9",
+    "--rows": "9", "--noise-floor": "", "--batch": "2", "--preemption": "swap",
+    "--num-prompts": "9", "--prompt-tokens": "9", "--new-tokens": "9", "--temperatures": "0",
+    "--ignore-eos": "", "--chat": "", "--no-sharing": "", "--style": "text", "--kinds": "lines",
+    "--num-recall": "9", "--lengths": "999", "--depths": "0.5", "--task": "gsm8k=x.json",
+    "--question-field": "q", "--answer-field": "a", "--task-limit": "9", "--task-tokens": "9",
+    "--answer-tokens": "9",
+}  # fmt: skip
+
+
+def test_options_of_parts_are_all_in_the_table():
+    assert {owned.option for owned in all_options().owned.values()} == set(BESIDE_OTHERS)
+
+
+@pytest.mark.parametrize("option", BESIDE_OTHERS)
+def test_an_option_beside_parts_that_do_not_take_it_is_refused(option, capsys):
+    owners = {owned.option: owned.parts for owned in all_options().owned.values()}[option]
+    given = [option, *BESIDE_OTHERS[option].split()]
+    for part in set(PARTS) - set(owners):
+        assert main(["--parts", part, *given]) == 2
+        said = capsys.readouterr().err
+        assert f"{option} is of {' or '.join(owners)}, and --parts is {part}: drop" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--field body --data a.txt b.txt", "--field chooses of a row, and a.txt, b.txt holds"),
+        ("--field body", "--field is of documents and there are none: name some with --data"),
+        ("--split train --data a.jsonl ./b", "--split is of a data set of the hub, and a.jsonl"),
+        ("--parts tasks --task gsm8k=a.json --split train", "and a.json is none: drop --split"),
+        ("--parts recall --style text --data a.txt", "--data is the filler of recall in the style"),
+        ("--parts recall --model DIR --data a.txt", "drop --data, or choose --style trained"),
+        ("--parts generation --kv paged paged_int8 --data a.txt", "run --parts generation for one"),
+        ("--kv paged paged --data a.txt", "--kv names paged twice"),
+        ("--kv paged:16 --data a.txt", "--kv takes NAME or NAME:FIELD=VALUE,…, not paged:16"),
+        ("--kv paged paged_int8 --set kv.block_size=8 --data a.txt", "write --kv NAME:block_size"),
+        ("--parts tasks --task gsm8k=nowhere.jsonl", "no file or folder nowhere.jsonl"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(given, message, capsys):
+    assert main(given.split()) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--data a.txt",
+        "--data a.txt b.jsonl --field body",
+        "--data org/name --split train",
+        "--parts recall --data a.txt",
+        "--parts tasks --task gsm8k=org/name --split train",
+        "--parts recall --style text --kinds lines",
+        "--data a.txt --kv paged paged:block_size=8 paged_int8",
+    ],
+)
+def test_what_changes_something_is_taken(given):
+    args = parse(given.split(), None)
+    assert args.seed == 0 and args.parts and args.kv

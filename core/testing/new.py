@@ -61,7 +61,7 @@ def _words(seam: str, name: str) -> dict[str, str]:
     if seam == "graphs":  # which CUDA alone has
         use = f"python -m core.run --show graphs {name}"
     if seam == "eval":
-        task = "--against contiguous --parts tasks --data FILE --task"
+        task = "--against contiguous --parts tasks --task"
         use = f"python -m evals.quality --kv paged {task} {name}=FILE"
         check = "python -m core.run --list"
     return {

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from core.config import parse_setting
 from core.errors import RunError, UserError
 from evals.quality.verdicts import Limits, limits_of
 
@@ -24,26 +25,62 @@ CUDA_BYTES = "4GiB"  # a share of the GPU would leave nothing to the next engine
 _BATCH = 64  # requests between two moves of the progress bar; more where a step has more rows
 
 
+class Arm(NamedTuple):
+    """An offer in question, under the name that a record has for it, with settings of all seams."""
+
+    label: str
+    kv: str
+    settings: Settings
+
+    def build(self, args: argparse.Namespace, progress: Progress, **options: Any) -> Engine:
+        return build(args, self.kv, self.settings, progress, **options)
+
+
 class Arms(NamedTuple):
-    """The arguments of the command, and the settings of each arm, those of other seams in both."""
+    """The arguments of the command, and the settings of each arm, those of other seams in all."""
 
     args: argparse.Namespace
     of_base: Settings
-    of_other: Settings
+    others: tuple[Arm, ...]
 
     @classmethod
     def of(cls, args: argparse.Namespace, settings: Settings, of_base: Settings) -> Arms:
-        """Raises UserError where the reference is given options of other seams of its own."""
+        """Raises UserError where an arm is named twice, or an option has no arm that it is of."""
         if wrong := [key for key in of_base if not key.startswith("kv.")]:
             raise UserError(f"--set-against takes options of kv, not {wrong[0]}: give it to --set")
+        of_kv = [key for key in settings if key.startswith("kv.")]
+        if of_kv and len(args.kv) > 1:
+            option = of_kv[0].removeprefix("kv.")
+            what = f"--set {of_kv[0]} is an option of one kv and {len(args.kv)} are given"
+            raise UserError(f"{what}: write --kv NAME:{option}=VALUE")
+        if twice := [text for text in args.kv if args.kv.count(text) > 1]:
+            raise UserError(f"--kv names {twice[0]} twice: name each once")
         shared = {k: v for k, v in settings.items() if not k.startswith("kv.")}
-        return cls(args, {**shared, **of_base}, settings)
+        others = tuple(
+            Arm(text, name, {**settings, **own}) for text in args.kv for name, own in [_named(text)]
+        )
+        return cls(args, {**shared, **of_base}, others)
+
+    @property
+    def label(self) -> str:
+        """Of all arms in question."""
+        return ", ".join(arm.label for arm in self.others)
 
     def base(self, progress: Progress, **options: Any) -> Engine:
         return build(self.args, self.args.against, self.of_base, progress, **options)
 
     def other(self, progress: Progress, **options: Any) -> Engine:
-        return build(self.args, self.args.kv, self.of_other, progress, **options)
+        """Of the first arm; parts in which the arms write have no other."""
+        return self.others[0].build(self.args, progress, **options)
+
+
+def _named(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME, or NAME:FIELD=VALUE,… as the name and its settings."""
+    name, colon, options = text.partition(":")
+    parts = options.split(",") if colon else []
+    if wrong := [part for part in parts if "=" not in part]:
+        raise UserError(f"--kv takes NAME or NAME:FIELD=VALUE,…, not {text}: mend {wrong[0]!r}")
+    return name, dict(parse_setting(f"kv.{part}") for part in parts)
 
 
 class Both(NamedTuple):
@@ -56,14 +93,12 @@ class Both(NamedTuple):
 
 
 def build(
-    args: argparse.Namespace, kv: str, settings: Settings, progress: Progress, **options: Any
+    args: argparse.Namespace, kv: Any, settings: Settings, progress: Progress, **options: Any
 ) -> Engine:
-    """An engine with a kv offer; `options` are fields of RunConfig, before those of `args`."""
-    import torch
-
+    """An engine with a kv offer; `options` are arguments of Engine, before those of `args`."""
     from core.engine import Engine
 
-    on_cuda = torch.cuda.is_available() if args.device is None else args.device != "cpu"
+    on_cuda = _on_cuda(args)
     given = {
         "model": args.model,
         "kv": kv,
@@ -74,8 +109,25 @@ def build(
         "kv_cache_bytes": args.kv_cache_bytes or (CUDA_BYTES if on_cuda else None),
         "seed": args.seed,
     }
-    shown: Progress = lambda stage, done, total: progress(f"{stage} {kv}", done, total)  # noqa: E731
+    name = getattr(kv, "__name__", kv)
+    shown: Progress = lambda stage, done, total: progress(f"{stage} {name}", done, total)  # noqa: E731
     return Engine(progress=shown, **{**given, **options})
+
+
+def unpacked(args: argparse.Namespace, dtype: str | None, settings: Settings) -> Settings:
+    """Settings of an engine that reads and does not write, `settings` before its own.
+
+    A second copy of the weights, in oneDNN's layout, would pay for itself in steps of few rows. It
+    stands where `auto` is `onednn` (core.plan.DEFAULTS).
+    """
+    packs = not _on_cuda(args) and dtype != "float16"
+    return {"fusion.pack": False, **settings} if packs else settings
+
+
+def _on_cuda(args: argparse.Namespace) -> bool:
+    import torch
+
+    return torch.cuda.is_available() if args.device is None else bool(args.device != "cpu")
 
 
 def both(
@@ -103,7 +155,7 @@ def both(
         with arms.other(progress, **given) as engine:
             limits = limits_of(engine.plan.kv.offer, str(engine.config.dtype))
             other = write(engine, items, "other")
-            reports[args.kv] = engine.report()
+            reports[arms.label] = engine.report()
     except UserError as error:  # which names the engine's own option
         raise UserError(str(error).replace("--max-model-len", option)) from error
     return items, Both(base, other, limits, reports)

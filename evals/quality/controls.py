@@ -1,9 +1,12 @@
-"""Offers that an evaluation must fail, on any device: whoever passes them measures nothing.
+"""Offers that are known for what they do to a text, on any device.
+
+An evaluation must fail those but the last: whoever passes them measures nothing.
 
     python -m evals.quality -p evals.quality.controls --kv loud_values --parts generation …
 
 `per_token_int4` is a known bad format: reading and recall fail it. `loud_values` makes sampled text
-repeat itself, as a wrong scale of the values does: generation fails it.
+repeat itself, as a wrong scale of the values does: generation fails it. `bfloat16_kv` is the floor
+of noise that others are held beside: what a cache in bfloat16 costs a model in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +65,18 @@ class LoudValues(_Changed):
         return v * _LOUD
 
 
+class Bfloat16KV(_Changed):
+    """Keys and values rounded to bfloat16, whatever the model computes in."""
+
+    def key(self, k: Tensor) -> Tensor:
+        return k.bfloat16().to(k.dtype)
+
+    def value(self, v: Tensor) -> Tensor:
+        return self.key(v)
+
+
 @hookimpl
 def outweigh_register_kv(register: Register) -> None:
+    register("bfloat16_kv", Bfloat16KV)
     register("per_token_int4", PerTokenInt4)
     register("loud_values", LoudValues)

@@ -53,7 +53,7 @@ def read_rows(
     there. Raises UserError as `read_documents` does; numbers are taken as they are written.
     """
     path = Path(source)
-    if path.is_dir() or path.suffix == ".txt":
+    if not has_rows(source):
         kinds = ", ".join(_SUFFIXES[1:])
         raise UserError(f"{source} has no rows: give one of {kinds}, or a data set of the hub")
     rows = itertools.islice(_rows(path, source, choice), choice.limit)
@@ -67,6 +67,18 @@ def read_rows(
     if not found:
         raise UserError(f"{source} has no rows: name another")
     return found
+
+
+def has_rows(source: str) -> bool:
+    """Whether a source is of rows with fields, not of whole texts."""
+    return not Path(source).is_dir() and Path(source).suffix != ".txt"
+
+
+def is_of_the_hub(source: str) -> bool:
+    """Whether a source is looked for on the hub: it is no file here and looks like none."""
+    path = Path(source)
+    is_local = path.suffix in _SUFFIXES or source.startswith((".", "/", "~"))
+    return not (path.exists() or is_local)
 
 
 def _documents(source: str, choice: Choice) -> Iterator[Document]:
@@ -83,13 +95,12 @@ def _documents(source: str, choice: Choice) -> Iterator[Document]:
 
 
 def _rows(path: Path, source: str, choice: Choice) -> Iterator[Any]:
-    known = path.suffix in _SUFFIXES
-    if path.is_file() and not known:
-        raise UserError(f"{source} is none of {', '.join(_SUFFIXES)}: convert it to one of them")
-    if not path.is_file() and (known or source.startswith((".", "/", "~"))):
-        raise UserError(f"there is no file or folder {source}: mend --data")
-    if not path.is_file():
+    if is_of_the_hub(source):
         return _hub(source, choice.split)
+    if not path.is_file():
+        raise UserError(f"there is no file or folder {source}: name one that is there")
+    if path.suffix not in _SUFFIXES:
+        raise UserError(f"{source} is none of {', '.join(_SUFFIXES)}: convert it to one of them")
     return {".jsonl": _lines, ".json": _objects, ".parquet": _parquet}[path.suffix](path)
 
 
@@ -120,7 +131,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 def _hub(source: str, split: str) -> Iterator[Any]:
     name, _, config = source.partition(":")
     advice = (
-        "mend --data or --split, write NAME:CONFIG where it has several, go online, or give files"
+        "mend its name or --split, write NAME:CONFIG where it has several, go online, or give files"
     )
     with explained(f"split {split!r} of the data set {source} cannot be had", advice):
         from datasets import load_dataset

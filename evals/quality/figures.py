@@ -49,7 +49,8 @@ def _by_position(
     plot: Any, comparisons: Mapping[str, Any], name: str, label: str, log: bool
 ) -> str:
     figure, axes = plot.subplots(figsize=(7, 3.5))
-    for (what, numbers), colour in zip(comparisons.items(), (_BLUE, _GREY), strict=False):
+    for i, (what, numbers) in enumerate(comparisons.items()):
+        colour = _GREY if what == "noise_floor" else f"C{i}"
         rows = numbers["buckets"]
         places = [(row["first"] + row["last"] + 1) / 2 for row in rows]
         values = [row[name] for row in rows]
@@ -57,7 +58,7 @@ def _by_position(
         lows, highs = ([end[i] for end in ends] for i in (0, 1))
         if log:
             values, lows, highs = ([max(_TINY, x) for x in xs] for xs in (values, lows, highs))
-        title = numbers["other"] if what == "offer" else "noise floor: bfloat16"
+        title = f"noise floor: {numbers['other']}" if colour == _GREY else numbers["other"]
         axes.plot(places, values, "o-", color=colour, label=title)
         axes.fill_between(places, lows, highs, color=colour, alpha=0.2)
     axes.set_xscale("log", base=2)

@@ -95,8 +95,10 @@ def generation(
         }
 
     longest = args.prompt_tokens + args.new_tokens + (_TEMPLATE_TOKENS if args.chat else 0)
+    added = f" plus {_TEMPLATE_TOKENS} for the chat's template" if args.chat else ""
+    option = f"--prompt-tokens plus --new-tokens{added}"
     prompts, made = both(
-        arms, make, write, progress, ("--new-tokens", longest), enable_prefix_caching=False
+        arms, make, write, progress, (option, longest), enable_prefix_caching=False
     )
     tables = [
         {"temperature": heat, **compared(prompts, made.base[heat], made.other[heat], args.seed)}

@@ -81,8 +81,8 @@ def context(
     room = length - sum(count(f"{line}\n") for _, line in hidden)
     filler = _filled(room, count, rng)
     if not filler:
-        what = f"{length} tokens leave no room for text beside what {kind} hides"
-        raise UserError(f"{what}: ask for longer ones with --lengths")
+        what = f"a context of {length} tokens has no room for text beside what {kind} hides"
+        raise UserError(f"{what}: raise --lengths")
     placed = [((i + 0.5) / len(filler), line) for i, line in enumerate(filler)] + hidden
     lines = [line for _, line in sorted(placed, key=lambda pair: pair[0])]
     return Context(kind, length, "\n".join(lines), questions)
@@ -175,8 +175,8 @@ def _lines(length: int, depths: Seq[float], count: Count, rng: np.random.Generat
     size = max(count(f"{line(key, '123456')}\n") for key in _keys(64, rng))
     num = min(5000, length // size)
     if num < 2:
-        what = f"{length} tokens hold {num} lines of {size}"
-        raise UserError(f"{what}: ask for longer ones with --lengths")
+        what = f"a context of {length} tokens holds {num} lines of {size} and needs 2"
+        raise UserError(f"{what}: raise --lengths")
     keys, values = _keys(num, rng), _numbers(num, rng)
     asked = [round(depth * (num - 1)) for depth in depths]
     questions = [

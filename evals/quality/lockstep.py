@@ -8,10 +8,10 @@ side by side and no engine's logits ever exist as a whole. One thread runs at a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence as Seq
+from collections.abc import Generator, Iterator, Mapping, Sequence as Seq
 from contextlib import ExitStack, closing
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from core.engine import Engine
 
 Pair = tuple[str, str]  # names of engines: the reference, and what is held beside it
-ROWS = 128  # of logits at a time; in float64 each engine's take 8 bytes * 128 * vocabulary
+ROWS = 128  # of logits at a time; each engine's take 128 * vocabulary numbers of its dtype
+_CACHED = 1 << 20  # logits, which take 8 MiB in float64
 
 
 class Slice(NamedTuple):
@@ -101,24 +102,27 @@ def compare(
 
     Raises RunError where scoring fails, or where logits of a reference are not finite.
     """
-    parts: dict[Pair, list[Compared]] = {pair: [] for pair in pairs}
+    found = {pair: _empty(len(token_ids) - 1) for pair in pairs}
     with ExitStack() as stack:
         running = [
             stack.enter_context(closing(_named(name, engine, token_ids, rows)))
             for name, engine in engines.items()
         ]
         for side_by_side in zip(*running, strict=True):
-            seen = dict(zip(engines, map(_log_probabilities, side_by_side), strict=True))
-            targets = side_by_side[0].targets
-            for reference, other in pairs:
-                if not seen[reference][1].all():
-                    what = f"logits of {reference}, the reference, are not finite"
-                    raise RunError(f"{what}: choose another --dtype or --against")
-                parts[reference, other].append(_compared(seen[reference], seen[other], targets))
-    return {
-        pair: Compared(*map(np.concatenate, zip(*found, strict=True)))
-        for pair, found in parts.items()
-    }
+            for part in zip(*map(_few, side_by_side), strict=True):
+                seen = dict(zip(engines, part, strict=True))
+                here = slice(part[0].first, part[0].first + len(part[0].targets))
+                for pair, one in _paired(seen, pairs):
+                    for row, values in zip(found[pair], one, strict=True):
+                        row[here] = values.cpu().numpy()
+    return found
+
+
+def _empty(n: int) -> Compared:
+    """Made before the large tensors, between which small ones that stay would pin freed memory."""
+    kl, base_nats, nats = np.empty((3, n))
+    same, finite = np.empty((2, n), bool)
+    return Compared(kl, same, base_nats, nats, finite)
 
 
 def _named(
@@ -128,19 +132,50 @@ def _named(
         yield from slices(engine, token_ids, rows)
 
 
-def _log_probabilities(one: Slice) -> tuple[Tensor, Tensor]:
-    """float64 [n, V], which keeps a KL of 1e-12 apart from 0, and which rows are finite, [n]."""
+def _few(one: Slice) -> Iterator[Slice]:
+    """A slice in pieces; on a CPU of as many rows as its caches hold in float64."""
+    num, size = one.logits.shape
+    step = max(1, _CACHED // size) if one.logits.device.type == "cpu" else num
+    for lo in range(0, num, step):
+        yield Slice(one.first + lo, *(part[lo : lo + step] for part in one[1:]))
+
+
+def _paired(
+    seen: Mapping[str, Slice], pairs: Seq[Pair]
+) -> Iterator[tuple[Pair, tuple[Tensor, ...]]]:
+    """Every pair over the same rows of all engines: the fields of a Compared."""
+    for reference in dict.fromkeys(reference for reference, _ in pairs):
+        p = _log_probabilities(seen[reference])
+        if not p.finite.all():
+            what = f"logits of {reference}, the reference, are not finite"
+            raise RunError(f"{what}: choose another --dtype or --against")
+        probabilities = p.log.exp()
+        for pair in pairs:
+            if pair[0] == reference:
+                yield pair, _compared(p, probabilities, seen[pair[1]])
+
+
+class _Log(NamedTuple):
+    """Log-probabilities float64 [n, V], which keep a KL of 1e-12 apart from 0; the likeliest token
+    [n], and which rows are finite [n]."""
+
+    log: Tensor
+    top: Tensor
+    finite: Tensor
+
+
+def _log_probabilities(one: Slice) -> _Log:
     logits = one.logits.double()
     finite = logits.isfinite().all(-1)
-    return logits.where(finite[:, None], 0.0).log_softmax(-1), finite
+    log = logits.where(finite[:, None], 0.0).log_softmax(-1)
+    return _Log(log, log.argmax(-1), finite)
 
 
-def _compared(
-    reference: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], targets: Tensor
-) -> Compared:
-    (p, _), (q, finite) = reference, (part.to(reference[0].device) for part in other)
-    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
-    same = (p.argmax(-1) == q.argmax(-1)) & finite
-    columns = targets[:, None]
-    found: tuple[Any, ...] = kl, same, -p.gather(1, columns)[:, 0], -q.gather(1, columns)[:, 0]
-    return Compared(*(part.cpu().numpy() for part in (*found, finite)))
+def _compared(reference: _Log, probabilities: Tensor, one: Slice) -> tuple[Tensor, ...]:
+    """A slice of the other engine beside the reference, whose probabilities serve all others."""
+    p, device = reference.log, reference.log.device
+    q, top, finite = (part.to(device) for part in _log_probabilities(one))
+    kl = (p - q).mul_(probabilities).sum(-1).clamp(min=0)
+    same = (reference.top == top) & finite
+    columns = one.targets.to(device)[:, None]
+    return kl, same, -p.gather(1, columns)[:, 0], -q.gather(1, columns)[:, 0], finite

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from evals.tiny.documents import Document
 
 PARTS = ("text", "generation", "recall", "tasks")
-_FROM_DOCUMENTS = ("text", "generation")
+FROM_DOCUMENTS = ("text", "generation")
 
 
 def evaluate(
@@ -48,7 +48,7 @@ def evaluate(
         "arguments": vars(args),
         "machine": records.machine(),
         "versions": versions(("datasets", "numpy")),
-        "kv": args.kv,
+        "kv": arms.label,
         "against": args.against,
     }
     findings = []
@@ -69,7 +69,7 @@ def evaluate(
 def _documents(args: argparse.Namespace) -> list[Document]:
     if args.data:
         return read_documents(args.data, Choice(args.field, args.split, args.limit))
-    if wanting := [part for part in args.parts if part in _FROM_DOCUMENTS]:
+    if wanting := [part for part in args.parts if part in FROM_DOCUMENTS]:
         raise UserError(f"the following arguments are required: --data, for the part {wanting[0]}")
     return []
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError
+from core.loading import EMBEDDED
 from core.sampling import SamplingParams
 from evals.quality import haystacks, trained
 from evals.quality.arms import Arms, both, written
@@ -90,9 +91,18 @@ def recall(
     return {"style": style, "engines": made.reports, "share_cached": cached, **table}, findings
 
 
+def trained_style(args: Any) -> bool:
+    """Whether these arguments ask for the words of training, whose filler is out of documents."""
+    return "recall" in args.parts and (args.style or _of_model(args.model)) == "trained"
+
+
+def _of_model(model: str) -> str | None:
+    return "trained" if model == EMBEDDED else None
+
+
 def style_of(engine: Engine) -> str:
-    if engine.config.model == "tiny":
-        return "trained"
+    if style := _of_model(engine.config.model):
+        return style
     return "text" if engine.tokenizer.chat("a") is None else "chat"
 
 
@@ -161,7 +171,12 @@ def _in_words(engine: Engine, style: str, args: Any, rng: np.random.Generator) -
         return counts[line]
 
     def make(kind: str, length: int, depths: Seq[float], number: int) -> Iterator[Asked]:
-        room = length - _TEMPLATE_TOKENS - _ANSWER_TOKENS.get(kind, _FEW_TOKENS)
+        taken = _TEMPLATE_TOKENS + _ANSWER_TOKENS.get(kind, _FEW_TOKENS)
+        if (room := length - taken) < 1:
+            what = (
+                f"--lengths {length} leaves no room beside {taken} tokens for question and answer"
+            )
+            raise UserError(f"{what}: raise it")
         found = haystacks.context(kind, room, depths, count, rng)
         for one in found.questions:
             text = f"{found.text}\n\n{one.text}"

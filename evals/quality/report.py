@@ -10,7 +10,7 @@ from typing import Any
 from core.errors import UserError
 from evals import records
 from evals.quality.figures import figures, pyplot
-from evals.quality.show import finding_rows, said, tables
+from evals.quality.show import finding_rows, tables, verdicts
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -47,7 +47,8 @@ def title(record: Mapping[str, Any]) -> str:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The verdict, the findings, then the tables of every part."""
-    lines = [f"# {title(record)}", "", f"**{said(record)}**", ""]
+    lines = [f"# {title(record)}", ""]
+    lines += [part for line in verdicts(record) for part in (f"**{line}**", "")]
     lines += [f"`{record['command']}`", "", record["machine"], ""]
     lines += ["## Findings", "", *_markdown_table(finding_rows(record))]
     for heading, rows, words in tables(record):
@@ -80,8 +81,9 @@ def _page(record: Mapping[str, Any]) -> Iterator[str]:
     head = html.escape(title(record))
     yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{head}</title>'
     yield f"<style>{_STYLE}</style></head><body><h1>{head}</h1>"
-    kind = record["verdict"].split()[0]
-    yield f'<p class="verdict {kind}">{html.escape(said(record))}</p>'
+    for line in verdicts(record):
+        kind = line.partition(":")[0].split()[0]
+        yield f'<p class="verdict {kind}">{html.escape(line)}</p>'
     command, machine = (html.escape(record[name]) for name in ("command", "machine"))
     yield f"<p><code>{command}</code><br>{machine}</p>"
     yield "<h2>Findings</h2>"
@@ -109,7 +111,10 @@ def _cell(text: str) -> str:
 
 def _worst(record: Mapping[str, Any]) -> Iterator[str]:
     """What a part found worst, the arms side by side."""
-    parts = {"teacher-forced": record.get("worst", ())}
+    parts = {
+        f"{numbers['other']}, teacher-forced": numbers["worst"]
+        for numbers in record.get("comparisons", {}).values()
+    }
     for part in record.get("generation", {}).get("temperatures", ()):
         parts[f"texts at temperature {part['temperature']:g}"] = part["worst"]
     parts["recall, lost"] = record.get("recall", {}).get("worst", ())

@@ -22,15 +22,40 @@ def show(record: Mapping[str, Any], file: TextIO) -> None:
         print_rows(rows, file)
         if words:
             screen.print(words)
-    limits = record.get("limits")
-    screen.print(f"\nlimits: {limits['source']}" if limits else "\nlimits")
+    screen.print(f"\nlimits{_sources(record)}")
     print_rows(finding_rows(record), file)
-    screen.print(said(record))
+    for line in verdicts(record):
+        screen.print(line)
 
 
 def said(record: Mapping[str, Any]) -> str:
     """The verdict in one line."""
-    return f"{record['verdict']}: {_WORDS[record['verdict']].format(record['kv'])}"
+    return _in_a_line(record["verdict"], record["kv"])
+
+
+def verdicts(record: Mapping[str, Any]) -> list[str]:
+    """The verdict, and where several offers are in question that of each before it."""
+    of_each = {what: numbers["verdict"] for what, numbers in _judged(record).items()}
+    lines = [_in_a_line(verdict, what) for what, verdict in of_each.items()]
+    return [*(lines if len(lines) > 1 else ()), said(record)]
+
+
+def _in_a_line(verdict: str, what: str) -> str:
+    return f"{verdict}: {_WORDS[verdict].format(what)}"
+
+
+def _judged(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The comparisons of offers in question."""
+    found = record.get("comparisons", {})
+    return {what: numbers for what, numbers in found.items() if "limits" in numbers}
+
+
+def _sources(record: Mapping[str, Any]) -> str:
+    """Whose limits they are."""
+    sources = {what: numbers["limits"]["source"] for what, numbers in _judged(record).items()}
+    if len(sources) > 1:
+        return "".join(f"; {what}: {source}" for what, source in sources.items())
+    return "".join(f": {source}" for source in sources.values())
 
 
 Table = tuple[str, list[dict[str, str]], str]

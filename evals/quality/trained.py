@@ -68,9 +68,9 @@ def _multikey(
     tails = [question(asked, key, value) for key, value in zip(keys, values, strict=True)]
     longest = 1 + max(len(tail) + len(answer) for tail, answer in tails)
     room = length - sum(map(len, needles)) - longest
-    if not 0 < room <= len(filler_ids):
-        what = f"{num} needles in {length} tokens leave {room} of the {len(filler_ids)} of text"
-        raise UserError(f"{what}: ask for longer ones with --lengths, or give more --data")
+    if room < 1:
+        what = f"a context of {length} tokens holds {num} needles, the question and no text"
+        raise UserError(f"{what}: raise --lengths by more than {-room}, or give fewer --depths")
     ids, used = list[int](), 0
     for i, needle in enumerate(needles):
         upto = round(room * i / max(1, num - 1))
@@ -106,7 +106,8 @@ def _lines(
             break
         num = num * 3 // 4
         if num < len(depths):
-            raise UserError(f"{length} tokens hold no {len(depths)} pairs: raise --lengths")
+            what = f"a context of {length} tokens does not hold {len(depths)} pairs"
+            raise UserError(f"{what}: raise --lengths, or give fewer --depths")
     text = [*filler_ids[: max(0, room - 1)], *pieces.newline] if room > 1 else []
     ids = [*(int(i) for i in text), *script.ids]
     picks = ((depth, tails[round(depth * (num - 1))]) for depth in depths)

@@ -317,11 +317,12 @@ def passkey(
     tail, answer = question(asked, None, value)
     tail = [*pieces.newline, *tail] if depth < 1 else tail
     num_filler = length - len(needle) - len(tail) - len(answer)
-    if not 0 <= num_filler <= len(filler_ids):
-        raise UserError(
-            f"a passkey of {length} tokens needs {num_filler} of filler and {len(filler_ids)} "
-            "are given; change the length or give more text"
-        )
+    if num_filler < 0:
+        least = length - num_filler
+        raise UserError(f"a passkey takes {least} tokens and the length is {length}: raise it")
+    if num_filler > len(filler_ids):
+        what = f"a passkey of {length} tokens needs {num_filler} of filler"
+        raise UserError(f"{what} and {len(filler_ids)} are given: give more text")
     filler = [int(i) for i in filler_ids[:num_filler]]
     cut = round(depth * num_filler)
     return Item(filler[:cut] + needle + filler[cut:] + tail, answer)

@@ -172,10 +172,9 @@ def test_a_prompt_runs_through_graphs_and_kernel(venv):
 def test_a_task_is_asked(venv, tmp_path):
     rows = [{"name": "Amy Brown", "letters": "yn"}, {"name": "Jo Li", "letters": "oi"}]
     (tmp_path / "names.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "text.txt").write_text("The sea was calm.")
     command = (
         "-m evals.quality --model random:tiny --device cpu --kv paged --against contiguous "
-        "--parts tasks --task last_letters=names.jsonl --data text.txt --answer-tokens 4"
+        "--parts tasks --task last_letters=names.jsonl --answer-tokens 4"
     )
     done = venv.run(*command.split(), cwd=tmp_path)
     assert done.returncode in (0, 3), done.stderr  # 3: so few rows show nothing
