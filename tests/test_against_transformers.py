@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import json
 
+import psutil
 import pytest
 
 from core.errors import RunError
-from evals.speed.against_transformers import main, timed
+from evals.speed import against_transformers
+from evals.speed.against_transformers import main, requests, timed
 
 WANTED = [([1, 2], 2), ([3], 3)]
 
 
-def test_a_run_measures_all_four(tmp_path, capsys):
+def test_a_run_measures_all_four(tmp_path, capsys, monkeypatch):
+    def shorter(*given):
+        """Beginnings of them; the rows of a batch still differ in both lengths."""
+        return [(ids[: 9 + 20 * i], 8 - 3 * i) for i, (ids, _) in enumerate(requests(*given))]
+
+    monkeypatch.setattr(against_transformers, "requests", shorter)
+    # generate_batch fills most of the machine's memory with its cache: let it see 2 GiB.
+    memory = psutil.virtual_memory()._replace(total=psutil.Process().memory_info().rss + (2 << 30))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     file = tmp_path / "result.json"
     assert main(["--num-requests", "2", "--rounds", "1", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
+    assert (result["prompt_tokens"], result["output_tokens"]) == (9 + 29, 8 + 5)
     assert result["seconds"].keys() == {"ours", "generate", "generate_batch", "ours again"}
     assert all(len(times) == 1 and times[0] > 0 for times in result["seconds"].values())
     ours = result["tokens_per_s"]["ours"]
     assert result["ratio"]["generate"] == ours / result["tokens_per_s"]["generate"]
     assert "generate_batch" in capsys.readouterr().out
+
+
+def test_requests_are_drawn_from_the_seed():
+    drawn = requests(300, 90, 7)
+    assert drawn == requests(300, 90, 7) != requests(300, 90, 8)
+    prompts, outputs = zip(*drawn, strict=True)
+    lengths = [len(ids) for ids in prompts]
+    assert (min(lengths), max(lengths)) == (pytest.approx(32, abs=9), pytest.approx(512, abs=9))
+    assert (min(outputs), max(outputs)) == (pytest.approx(16, abs=2), pytest.approx(128, abs=2))
+    assert {i for ids in prompts for i in ids} == set(range(90))
 
 
 def test_outputs_that_are_too_short_are_no_speed():

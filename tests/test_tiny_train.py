@@ -65,11 +65,15 @@ def packed(folder):
     return corpus.load(folder / "corpus.bin")
 
 
+# Without units for bfloat16 a step of the whole model takes a CPU seconds.
+SMALL = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+
+
 @pytest.fixture
 def batches(packed, pieces, tokenizer):
     stages = (Stage(64, 0.5), Stage(128, 0.5))
     recipe = Recipe(num_tokens=256 * 24, tokens_per_step=256, stages=stages, vocab_size=603)
-    recipe = replace(recipe, num_layers=2, hidden_size=64, intermediate_size=96)
+    recipe = replace(recipe, **SMALL)
     stream = Stream(packed, "train", tokenizer.eos_token_id, recipe.seed)
     return Batches(recipe, stream, pieces)
 
@@ -369,36 +373,55 @@ def test_the_rate_goes_up_stays_and_falls():
     )
 
 
-def test_the_command_trains_stops_resumes_and_leaves_a_model(folder, tmp_path, capsys):
+@pytest.fixture
+def small_recipe(monkeypatch):
+    """What the command trains, with a smaller model."""
+    monkeypatch.setattr("evals.tiny.train.Recipe", lambda: Recipe(**SMALL))
+
+
+def test_the_command_trains_stops_resumes_and_leaves_a_model(
+    folder, tmp_path, capsys, small_recipe
+):
     out = tmp_path / "run"
     given = ["--data", str(folder / "corpus.bin"), "--tokenizer", str(folder / "tokenizer")]
     given += ["--out", str(out), "--device", "cpu", "--max-length", "64"]
-    # A fiftieth of the steps of the recipe, each a thousandth of its tokens.
+    # A two-hundredth of the steps of the recipe, each a thousandth of its tokens.
     num_tokens = 128 * sum(Recipe().steps())
-    given += ["--tokens-per-step", "128", "--num-tokens", str(num_tokens), "--steps-scale", "0.02"]
+    given += ["--tokens-per-step", "128", "--num-tokens", str(num_tokens), "--steps-scale", "0.005"]
     assert main([*given, "--max-minutes", "0.001"]) == 0
     assert "--resume goes on" in capsys.readouterr().out
     assert main([*given, "--resume"]) == 0
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     steps = [entry["step"] for entry in rows if "loss" in entry]
-    assert steps == [*range(20, 301, 20), 305]
+    assert steps == [20, 40, 60, 76]
     assert rows[-1]["validation"]["64"].keys() == {"text_loss", "answer_loss", "answer_accuracy"}
     first, *_, last = (entry["text_loss"] for entry in rows if "loss" in entry)
     assert last < first - 1
     config = json.loads((out / "train_config.json").read_text())
-    assert config["num_tokens"] == round(num_tokens * 0.02)
+    assert config["num_tokens"] == round(num_tokens * 0.005)
+    check_model(out / "model")
 
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    model = AutoModelForCausalLM.from_pretrained(out / "model")
+
+def test_the_whole_model_is_left_small_enough_for_the_repository(folder, tokenizer, tmp_path):
+    trainer = Trainer(Recipe(), tokenizer.eos_token_id, "cpu", "none")
+    trainer.export(folder / "tokenizer", tmp_path / "model")
+    model = check_model(tmp_path / "model")
+    assert model.config.num_hidden_layers == Recipe().num_layers
+    assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) < 15_500_000
+
+
+def check_model(folder):
+    """A model in bfloat16 and its tokeniser, which transformers loads and runs."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and len(tokenizer) <= model.config.vocab_size
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    total = sum(file.stat().st_size for file in (out / "model").iterdir())
-    assert total < 15_500_000
     ids = torch.tensor([tokenizer.encode(prose(7, 20))])
     assert model(ids).logits.isfinite().all()
+    return model
 
 
-def test_rehearsing_prints_one_object(folder, tmp_path, capsys, monkeypatch):
+def test_rehearsing_prints_one_object(folder, tmp_path, capsys, monkeypatch, small_recipe):
     monkeypatch.setattr("evals.tiny.train.REHEARSED_STEPS", 3)
     given = ["--data", str(folder / "corpus.bin"), "--tokenizer", str(folder / "tokenizer")]
     given += ["--out", str(tmp_path), "--device", "cpu", "--max-length", "32"]

@@ -14,9 +14,12 @@ imported. There a test runs in float32 and float16: the interpreter's bfloat16 i
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,32 @@ needs_loops = pytest.mark.skipif(
 )
 
 
+def _look_for_builtins_once() -> None:
+    """At each launch, and each call of a function by a kernel, the interpreter looks through all
+    that triton.language has for what it must replace: a fifth of its time. What is a builtin there
+    is the same every time, so here each module and class is looked through once."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    taken = inspect.signature(interpreter._patch_builtin).parameters
+    if [*taken] != ["pkg", "builder", "scope"]:  # of another version: slow is right too
+        return
+    names: dict[Any, list[str]] = {}
+
+    def patch(pkg: Any, builder: Any, scope: Any) -> None:
+        if pkg not in names:
+            names[pkg] = [name for name, value in inspect.getmembers(pkg) if is_builtin(value)]
+        for name in names[pkg]:
+            if is_builtin(member := getattr(pkg, name)):  # and not replaced already
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
+
+
+if INTERPRETING and triton is not None:
+    _look_for_builtins_once()
+
+
 def run_in_the_interpreter(file: str) -> str:
     """Run the tests of `file` in a process that interprets: what pytest says when all pass."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
@@ -69,6 +98,36 @@ def run_in_the_interpreter(file: str) -> str:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "error" not in done.stdout, done.stdout[-2000:]
     return done.stdout
+
+
+def every_pair(*axes: Seq[Any]) -> list[Any]:
+    """Rows for `parametrize`, a value of each axis: on a GPU all combinations, in the interpreter
+    so many of them that every two values of two axes meet in one."""
+    whole = list(itertools.product(*axes))
+    if INTERPRETING:
+        return _covering(whole)
+    return [pytest.param(*map(_value, row), marks=sum(map(_marks, row), ())) for row in whole]
+
+
+def _covering(whole: Seq[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Greedily: next comes the row with the most pairs that are in none so far."""
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing, rows = set().union(*map(pairs, whole)), []
+    while missing:
+        rows.append(max(whole, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(rows[-1])
+    return rows
+
+
+def _value(given: Any) -> Any:
+    return given.values[0] if hasattr(given, "marks") else given
+
+
+def _marks(given: Any) -> tuple[Any, ...]:
+    return tuple(getattr(given, "marks", ()))
 
 
 def randn(place: Place, *shape: int, seed: int = 1, scale: float = 1.0) -> torch.Tensor:

@@ -29,6 +29,7 @@ from core.testing.interpreter import (  # noqa: E402
     HERE,
     INTERPRETING,
     PLACES,
+    every_pair,
     ints,
     poisoned,
     randn,
@@ -69,8 +70,9 @@ def assert_rounded_alike(found, wanted, share=0.02):
 # ----------------------------------------------------------------------------------- norms, act_mul
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("width", [8, 96, 1000, 1024])
+@pytest.mark.parametrize(
+    ("place", "width", "in_place"), every_pair(PLACES, [8, 96, 1000, 1024], [False, True]), ids=str
+)
 def test_add_norm(place, width, in_place):
     from plugins.fusion.kernels.add_norm import add_norm, add_norm_reference
 
@@ -126,6 +128,7 @@ def test_norm(place, width):
 
 # Outputs and inputs of a product: less than a tile, odd, several chunks, one row of 4 a program.
 PRODUCTS = [(5, 24), (96, 64), (33, 1500), (130, 2560), (2050, 40)]
+ONE_ROW = ["plain", "bias", "act", "norm", "norm bias", "norm act", "add"]
 
 
 def on_a_cpu(values):
@@ -137,9 +140,11 @@ def weights(place, n, k, seed=5):
     return randn(place, n, k, seed=seed, scale=k**-0.5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bias", "act"])
-@pytest.mark.parametrize("num_rows", [1, 3, 16])
-@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+@pytest.mark.parametrize(
+    ("place", "shape", "num_rows", "kind"),
+    every_pair(PLACES, PRODUCTS, [1, 3, 16], ["plain", "bias", "act"]),
+    ids=str,
+)
 def test_few_rows(place, shape, num_rows, kind):
     from plugins.fusion.kernels.few_rows import few_rows, few_rows_reference
 
@@ -151,9 +156,11 @@ def test_few_rows(place, shape, num_rows, kind):
     assert_rounded_alike(few_rows(*given, act=kind == "act").cpu(), wanted, share=0.1)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bias", "act"])
-@pytest.mark.parametrize("num_rows", [17, 64])
-@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+@pytest.mark.parametrize(
+    ("place", "shape", "num_rows", "kind"),
+    every_pair(PLACES, PRODUCTS, [17, 64], ["plain", "bias", "act"]),
+    ids=str,
+)
 def test_one_tile(place, shape, num_rows, kind):
     from plugins.fusion.kernels.few_rows import few_rows_reference
     from plugins.fusion.kernels.one_tile import one_tile
@@ -166,8 +173,9 @@ def test_one_tile(place, shape, num_rows, kind):
     assert_rounded_alike(one_tile(*given, act=kind == "act").cpu(), wanted, share=0.1)
 
 
-@pytest.mark.parametrize("num_rows", [17, 64])
-@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+@pytest.mark.parametrize(
+    ("place", "shape", "num_rows"), every_pair(PLACES, PRODUCTS, [17, 64]), ids=str
+)
 def test_one_tile_parts(place, shape, num_rows):
     """Float32 before anything is rounded: off by the order of sums alone."""
     from plugins.fusion.kernels.one_tile import one_tile_parts, one_tile_parts_reference
@@ -183,8 +191,9 @@ def test_one_tile_parts(place, shape, num_rows):
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
-@pytest.mark.parametrize("width", [8, 1000, 1024])
+@pytest.mark.parametrize(
+    ("place", "width", "num_parts"), every_pair(PLACES, [8, 1000, 1024], [1, 2, 4]), ids=str
+)
 def test_add_parts_norm(place, width, num_parts):
     from plugins.fusion.kernels.add_norm import add_norm_reference, add_parts_norm
 
@@ -200,8 +209,7 @@ def test_add_parts_norm(place, width, num_parts):
     assert_rounded_alike(found, wanted[1])
 
 
-@pytest.mark.parametrize("kind", ["plain", "bias", "act", "norm", "norm bias", "norm act", "add"])
-@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+@pytest.mark.parametrize(("place", "shape", "kind"), every_pair(PLACES, PRODUCTS, ONE_ROW), ids=str)
 def test_one_row(place, shape, kind):
     """Beside the row lies nothing that is read; an addition is made in place."""
     from plugins.fusion.kernels.few_rows import one_row, one_row_reference
@@ -236,9 +244,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("has_fresh", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "shape", "has_norm", "has_fresh"),
+    every_pair(PLACES, SHAPES, [False, True], [False, True]),
+    ids=str,
+)
 def test_qk_rope_write(place, shape, has_norm, has_fresh):
     from plugins.fusion.kernels.qk_rope_write import qk_rope_reference, qk_rope_write
 
@@ -273,9 +283,11 @@ def test_qk_rope_write(place, shape, has_norm, has_fresh):
         assert cache.transpose(1, 2)[~used].isnan().all(), "a place that no token owns was written"
 
 
-@pytest.mark.parametrize("has_fresh", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "shape", "has_norm", "has_fresh"),
+    every_pair(PLACES, SHAPES, [False, True], [False, True]),
+    ids=str,
+)
 def test_qk_rope_write_int8(place, shape, has_norm, has_fresh):
     """What the plain span stores, rounded to codes bit for bit as the cache's own write does."""
     from plugins.fusion.kernels.qk_rope_write import qk_rope_write
@@ -505,8 +517,9 @@ def test_products_of_large_weights_are_left_to_the_library(num_tokens):
     assert bool(found["qwen3-4b"] & products) == (num_tokens == 1)
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 6, 17, 65])
+@pytest.mark.parametrize(
+    ("place", "num_tokens", "qk_norm"), every_pair(PLACES, [1, 6, 17, 65], [False, True]), ids=str
+)
 def test_the_covered_chain_computes_what_the_plain_one_does(place, num_tokens, qk_norm):
     """17, 65: of the six tokens there are, by the kernels for one tile and for many."""
     facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
