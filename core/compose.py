@@ -134,6 +134,5 @@ def _final_limits(
         which += ": raise --kv-cache-bytes, or lower --max-model-len, --max-num-seqs"
         advice = "--max-num-batched-tokens (tables and scratch come first) or the block size"
         raise UserError(f"{what} {which}, {advice}")
-    shrinks, longest = config.max_model_len is None, limits.max_model_len
-    longest = min(longest, room.num_tokens) if shrinks else longest
+    longest = config.max_model_len or min(limits.max_model_len, room.num_tokens)
     return Limits(longest, min(limits.max_num_seqs, room.num_seqs), limits.max_num_batched_tokens)

@@ -173,7 +173,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError(f"sched '{sched.name}' heeds no priority: choose --sched priority")
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
-        self._refuse_impossible(len(ids), total, params)
+        with self.plan.blaming():
+            self._refuse_impossible(len(ids), total, params)
         seq = Sequence(request_id, ids, len(ids), params, arrival, self._num_added, total)
         seq.num_known = seq.num_tokens = len(ids)
         seq.enqueued = perf_counter()
@@ -221,7 +222,7 @@ class Engine(AbstractContextManager["Engine"]):
             what = f"the prompt has {num_prompt} tokens, one step holds {step}"
             advice = "raise --max-num-batched-tokens or turn --enable-chunked-prefill on"
             raise UserError(f"{what}: {advice}")
-        if refusal := self._kv.ever_fits(total):
+        if refusal := "".join(self._kv.ever_fits(total) or ()):  # a TypeError of what is no text
             raise UserError(refusal)
         self._refuse_ids(np.array(params.stop_token_ids))
         if params.stop and not self.tokenizer.has_text:

@@ -65,7 +65,7 @@ class Executor:
         self._operations: dict[tuple[int, ...], list[Operation]] = {}
         for tokens in (1, limits.max_num_batched_tokens):  # spans that overlap are refused here
             self._cover(self._chain, tokens)
-        self._kv_arrays = dict(kv.metadata(limits))
+        self._kv_arrays = {n: (shape, kind) for n, (shape, kind) in kv.metadata(limits).items()}
         self._staging = Staging(core_sections(limits) | self._kv_arrays, device, num_in_flight + 1)
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
@@ -181,7 +181,10 @@ class Executor:
             tokens[1], tokens[2], batch.shape,
         )  # fmt: skip
         batch.needs = self._fill_rows(host, plan, step)
+        rounds = 0
         while self._kv.plan(step, {name: host[name] for name in self._kv_arrays}):
+            if (rounds := rounds + 1) == len(self._count):  # of a row, or a column of all, at least
+                raise ValueError(f"kv.plan() is True {rounds} times, and a step has no more of it")
             self._counters.num_extra_plans += 1
             self._staging.send()
             self._kv.begin_step(batch)
@@ -335,5 +338,4 @@ class Executor:
     def hidden_states(self, plan: StepPlan) -> Tensor:
         """The final hidden states of one eager step, [T, hidden], through the stored KV path."""
         batch, _ = self._stage(plan, eagerly=True)
-        operations = self._cover(self._chain[:-1], batch.shape.num_tokens)
-        return execute(operations, batch, {})["hidden"]
+        return execute(self._cover(self._chain[:-1], batch.shape.num_tokens), batch, {})["hidden"]

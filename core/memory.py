@@ -65,8 +65,7 @@ def _activation_bytes(decoder: Decoder, spans: Seq[Span], limits: Limits) -> int
     zeros = torch.zeros(tokens, dtype=torch.int32, device=decoder.device)
     # By token, by row, kv, last_token.
     fields: Any = [*[zeros] * 3, *[zeros[:rows]] * 8, {}, zeros[:1]]
-    shape = BatchShape(tokens, rows, tokens, tokens, None)
-    batch = Batch(shape, *fields)
+    batch = Batch(BatchShape(tokens, rows, tokens, tokens, None), *fields)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     before = torch.cuda.memory_allocated(decoder.device)
     with torch.inference_mode():

@@ -89,8 +89,7 @@ def _begin_step(site: Site, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _embed(site: Site, batch: Batch) -> tuple[Tensor, ...]:
-    fed_back = batch.last_token[batch.token_slots]
-    ids = torch.where(batch.token_ids < 0, fed_back, batch.token_ids)
+    ids = torch.where(batch.token_ids < 0, batch.last_token[batch.token_slots], batch.token_ids)
     return (F.embedding(ids, site.model.embed),)
 
 

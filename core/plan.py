@@ -33,8 +33,8 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "gpu_memory_utilization": (None, 0.9),
 }
 
-# A line of the core that asks an offer: its seam and its method.
-_ASKS = re.compile(rf"(?<![a-z])({'|'.join(SEAMS)})\.(\w+)\(")
+# A line of the core that asks an offer, or a span of one: its seam and its method.
+_ASKS = re.compile(rf"(?<![a-z])({'|'.join(SEAMS)}|span)\.(\w+)\(")
 
 
 class Choice(NamedTuple):
@@ -96,19 +96,28 @@ class Plan:
             raise RunError(f"{blame}; choose another, or report that to its authors") from error
 
     def blame(self, error: BaseException) -> str | None:
-        """What `error` says, behind the offer that it came out of: the innermost on its way, or
-        the one whose answer was of no use to the line that had asked for it.
+        """What `error` says, behind the offer that it came out of: the innermost on its way, the
+        span that ran, or the one whose answer was of no use to the line that had asked for it.
 
-        None where it met none of them.
+        Before all of them the kv offer, where its attention is not as wide as its queries: that
+        stops whoever reads it. None where the error met none of them.
         """
-        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        walked = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        step = next((f.f_locals for f in walked if "operation" in f.f_locals), {})
+        said, operation, live = reason(error), step.get("operation"), step.get("live", {})
+        q, ctx = (tuple(getattr(live.get(name), "shape", ())) for name in ("q", "ctx"))
+        if "ctx" in getattr(operation, "reads", ()) and len(q) == 3 and ctx != (q[0], q[1] * q[2]):
+            return f"{self.kv} answered attend with nonsense: {said}"
+        for frame in reversed(walked):
             cls, module = type(frame.f_locals.get("self")), frame.f_globals.get("__name__")
             for choice in self.choices:
                 if cls is choice.offer or module == choice.offer.__module__:
-                    return f"{choice} failed in {frame.f_code.co_name}: {reason(error)}"
+                    return f"{choice} failed in {frame.f_code.co_name}: {said}"
+        if isinstance(getattr(operation, "sites", None), tuple):
+            return f"{self.fusion} failed in span {step['operation'].name!r}: {said}"
         for seam, method in _ASKS.findall("".join(traceback.format_tb(error.__traceback__)))[-1:]:
             if isinstance(error, TypeError | AttributeError | ValueError):
-                return f"{getattr(self, seam)} answered {method} with nonsense: {reason(error)}"
+                return f"{getattr(self, seam, self.fusion)} answered {method} with nonsense: {said}"
         return None
 
     def names(self) -> str:

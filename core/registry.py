@@ -140,8 +140,9 @@ class Registry:
         except (Exception, SystemExit) as error:
             self._manager.unregister(name=owner.name)
             if asked:
-                advice = "-p takes a module that can be imported, or the path of a .py file"
                 what = f"plugin '{asked}' cannot be used: {reason(error)}"
+                takes = "-p takes a module that can be imported, or the path of a .py file"
+                advice = "mend it" if asked.endswith(".py") and os.path.isfile(asked) else takes
                 raise UserError(f"{what}; {advice}") from error
             self.aside[owner] = f"broken: {reason(error)}"
             return

@@ -98,8 +98,7 @@ class Sampler:
             history = self._history[batch.sample_slots.long()]
             logits = penalised(logits.float(), history, self._staged["penalties"][:num_rows])
         if batch.needs & Needs.FILTERED:
-            filters = self._staged["filters"][:num_rows]
-            logits = filtered(logits.float(), batch.temperature, filters)
+            logits = filtered(logits.float(), batch.temperature, self._staged["filters"][:num_rows])
         return logits
 
     def count(self, batch: Batch, sampled_R: Tensor) -> None:

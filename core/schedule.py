@@ -81,9 +81,8 @@ class Schedule:
 
     def enqueue(self, seq: Sequence) -> None:
         """`seq` waits for its first or next admission."""
-        (entry,) = self._entries([seq])
-        self._waiting[seq] = entry
-        heapq.heappush(self._heap, entry)
+        (self._waiting[seq],) = self._entries([seq])
+        heapq.heappush(self._heap, self._waiting[seq])
 
     def _entries(self, seqs: Iterable[Sequence]) -> list[Entry]:
         clock = self._clock()
@@ -124,8 +123,7 @@ class Schedule:
             self._heap = self._entries(self._waiting)
             self._waiting = {entry[2]: entry for entry in self._heap}
             heapq.heapify(self._heap)
-        slots = self._slots_of_decodes()
-        num_decodes = len(slots)
+        num_decodes = len(slots := self._slots_of_decodes())
         budget = self._limits.max_num_batched_tokens - num_decodes
         rows, lens = self._prefill_rows(budget, admit=not preempted)
         if not num_decodes and not rows:

@@ -198,7 +198,8 @@ class KVManager(Protocol):
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> bool:
         """Fill the host arrays for this step, padding included. True if deltas are left over.
 
-        On True the core sends what is there, runs `begin_step`, and calls `plan` again.
+        On True the core sends what is there, runs `begin_step`, and calls `plan` again: as often as
+        max_model_len or max_num_batched_tokens says, whichever is more; then the step fails.
         """
 
     @spec

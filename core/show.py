@@ -150,8 +150,7 @@ def progress_bar(file: TextIO) -> Iterator[Progress]:
     """A callback (stage, done, total) that draws bars on `file`, if that is a terminal."""
     from rich import progress
 
-    screen = console(file)
-    with progress.Progress(console=screen, transient=True, disable=not file.isatty()) as bar:
+    with progress.Progress(console=console(file), transient=True, disable=not file.isatty()) as bar:
         tasks: dict[str, TaskID] = {}
 
         def advance(stage: str, done: int, total: int) -> None:

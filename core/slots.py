@@ -52,13 +52,11 @@ class Slots:
 
     def take(self, seq: Sequence, seed: int, stop_ids: Seq[int]) -> int:
         """Give `seq` a free slot and copy its numbers in."""
-        slot = self._free.pop()
-        n = seq.num_known
+        slot, n = self._free.pop(), seq.num_known
         self.tokens[slot, :n], self.tokens[slot, n:] = seq.token_ids[:n], NO_TOKEN
         self.token_times[slot, :n] = seq.token_times[:n]
         seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
-        self.num_known[slot] = n
-        self.num_tokens[slot] = seq.num_tokens
+        self.num_known[slot], self.num_tokens[slot] = n, seq.num_tokens
         self.num_computed[slot] = seq.num_computed
         self.max_total[slot] = seq.max_tokens_total
         params = seq.params
@@ -86,9 +84,8 @@ class Slots:
         self.sync(seq)
         seq.token_ids = self.tokens[slot, : seq.num_known].copy()
         seq.token_times = self.token_times[slot, : seq.num_known].copy()
-        self.owner[slot] = None
+        self.owner[slot] = seq.slot = None
         self.epoch[slot] += 1
-        seq.slot = None
         self._free.append(slot)
 
     def sync(self, seq: Sequence) -> None:

@@ -10,7 +10,6 @@ On the CPU host and device are one memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from core.batch import Limits
 
-    Arrays = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (shape, numpy dtype name)
+    Arrays = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, numpy dtype name)
 
 _ALIGN = 16  # bytes
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
+import torch
 
 from core import Engine, RunError, SamplingParams
 from core.batch import BatchShape
@@ -110,6 +112,13 @@ def test_a_scheduler_that_raises():
                 engine.step()
 
 
+def test_a_cache_that_raises_where_it_is_asked_for_room():
+    with Engine(**SMALL, kv=broken(Contiguous, "ever_fits")) as engine:
+        with pytest.raises(RunError, match="kv 'BrokenContiguous' of .* failed in raises: KeyErr"):
+            engine.add_request("The sea", PARAMS)
+        assert not engine.has_unfinished()
+
+
 class Stumbles(Contiguous):
     def attend(self, layer, q, batch):
         return fail() if len(q) > 3 else super().attend(layer, q, batch)
@@ -132,6 +141,17 @@ def answering(base, method, answer):
     return type(f"Senseless{base.__name__}", (base,), {method: answers, "__module__": __name__})
 
 
+class Spans(NoFusion):
+    """One span, made of what it is given."""
+
+    def __init__(self, run, when=lambda *_: True):
+        super().__init__()
+        self.span = Span("mine", ("act_mul",), run, when)
+
+    def spans(self, facts, device):
+        return [self.span]
+
+
 class CutsNothing(NoGraphs):
     def cut(self):
         return None
@@ -142,10 +162,12 @@ class CutsNothing(NoGraphs):
     [
         ("kv", answering(Contiguous, "capacity", None), "capacity with nonsense: TypeError"),
         ("kv", answering(Contiguous, "capacity", (1,)), "capacity with nonsense: TypeError"),
-        ("kv", answering(Contiguous, "metadata", None), "metadata with nonsense: TypeError"),
+        ("kv", answering(Contiguous, "metadata", None), "metadata with nonsense: AttributeE"),
+        ("kv", answering(Contiguous, "metadata", {"x": 3}), "metadata with nonsense: TypeError"),
         ("fusion", answering(NoFusion, "spans", None), "spans with nonsense: TypeError"),
         ("fusion", answering(NoFusion, "spans", ["act_mul"]), "spans with nonsense: AttributeE"),
         ("graphs", CutsNothing, "cut with nonsense: TypeError"),
+        ("kv", answering(Contiguous, "ever_fits", 7), "ever_fits with nonsense: TypeError"),
         ("kv", answering(Contiguous, "usage", None), "usage with nonsense: TypeError"),
         ("sched", answering(Fifo, "chunk", None), "chunk with nonsense: TypeError"),
         ("sched", answering(Fifo, "chunk", "all"), "chunk with nonsense: TypeError"),
@@ -155,6 +177,40 @@ def test_an_answer_of_the_wrong_kind(seam, offer, said):
     wanted = f"^{seam} '{offer.__name__}' of .*test_blame.py answered {said}.*; choose another"
     with pytest.raises(RunError, match=wanted), Engine(**SMALL, **{seam: offer}) as engine:
         engine.generate("The sea", PARAMS)
+
+
+def test_a_span_that_cannot_be_asked():
+    with pytest.raises(RunError, match="fusion 'Spans' of .* answered when with nonsense: TypeE"):
+        Engine(**SMALL, fusion=Spans(fail, when=None))
+
+
+@pytest.mark.parametrize("fusion", ["onednn", "none"])
+@pytest.mark.parametrize("answer", [None, [], torch.zeros(3), torch.zeros(7, 4, 32)])
+def test_attention_of_another_shape_is_of_the_cache(answer, fusion):
+    """Whoever reads it next is not to blame."""
+    with Engine(**SMALL, kv=answering(Contiguous, "attend", answer), fusion=fusion) as engine:
+        (output,) = engine.generate("The sea", PARAMS)
+    assert output.error.startswith("kv 'SenselessContiguous' of ")
+    assert " answered attend with nonsense: " in output.error
+
+
+@pytest.mark.parametrize("run", [None, lambda *_: None, lambda *_: (), lambda *_: torch.zeros(2)])
+def test_a_span_that_does_not_run(run):
+    """Whatever module what it runs comes from."""
+    with Engine(**SMALL, fusion=Spans(run)) as engine:
+        (output,) = engine.generate("The sea", PARAMS)
+    assert re.match(r"fusion 'Spans' of \S+ failed in (span 'mine'|<lambda>): ", output.error)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plan_that_never_ends(overlap):
+    """The step fails, after as many rounds as it has tokens or a sequence positions."""
+    endless, short = answering(Contiguous, "plan", "more"), {"max_num_batched_tokens": 96}
+    with Engine(**SMALL, **short, kv=endless, overlap=overlap) as engine:
+        (output,) = engine.generate("The sea", PARAMS)
+        assert engine.counters.num_extra_plans == 96
+    assert output.error.startswith("kv 'SenselessContiguous' of ")
+    assert "answered plan with nonsense: ValueError: kv.plan() is True 97 times" in output.error
 
 
 class Shapeless(NoGraphs):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -165,9 +167,12 @@ def test_an_offer_says_what_it_is_held_to(rows, ladder):
         ("{'make': None}", "held_to names 'make', which no offer can set"),
         (
             "{'expected_failures': {'test_no_shape_is_there_twise': 'why'}}",
-            "expected_failures names 'test_no_shape_is_there_twise', which is no clause; did you "
-            "mean test_no_shape_is_there_twice",
+            "graphs Ladder: expected_failures names 'test_no_shape_is_there_twise', which is no "
+            "clause; did you mean test_no_shape_is_there_twice",
         ),
+        ("3", "graphs Ladder: held_to is 3: give a dict"),
+        ("{'expected_failures': ['test_no_shape_is_there_twice']}", "of expected failures one"),
+        ("{'seam': 'kv'}", "held_to names 'seam', which no offer can set"),
     ],
 )
 def test_an_offer_cannot_take_a_clause_away(ladder, held_to, message):
@@ -244,11 +249,28 @@ def test_a_missing_gpu_is_a_failure(monkeypatch):
         check.main(["graphs", "decode", "--gpu"])
 
 
-def test_without_pytest_one_sentence_names_the_extra(monkeypatch):
+def test_without_pytest_there_is_help_and_one_sentence(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "pytest" else find(n))
-    with pytest.raises(UserError, match=r"need pytest, .*pip install 'outweigh\[dev\]'"):
+    with pytest.raises(SystemExit, match="0"):
+        check.main(["--help"])
+    assert "usage: outweigh check" in capsys.readouterr().out
+    with pytest.raises(UserError, match="take pytest, which is missing: pip install pytest$"):
         check.main(["graphs", "none"])
+
+
+def test_the_suites_take_pytest_and_what_a_run_has():
+    """`pip install pytest` is enough, as is the extra `test`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["test"] == ["pytest"]
+    installed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    known = {*installed, "pytest", "core", "plugins", "evals", *sys.stdlib_module_names}
+    files = sorted((ROOT / "core" / "testing").glob("*.py"))
+    trees = [ast.parse(path.read_text()) for path in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    asked = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    asked |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in asked} - known == set()
 
 
 def test_it_minds_no_options_of_other_tests_and_leaves_nothing(monkeypatch, capsys):

@@ -538,6 +538,14 @@ def test_a_pool_that_shortens_sequences_is_a_note(checkpoints):
         assert "sequences of 64 tokens and the model 512" in note
 
 
+def test_a_cache_too_small_for_a_sequence_says_what_to_lower(checkpoints):
+    path, _ = checkpoints["qwen3"]
+    wanted = r"^4,096 bytes of KV cache hold no sequence of kv 'paged' at max_model_len \d+ \(.*: "
+    wanted += "raise --kv-cache-bytes, or lower --max-model-len, --max-num-seqs, --max-num-batched"
+    with pytest.raises(UserError, match=wanted):
+        tiny_engine(path, settings={}, kv_cache_bytes=4096)
+
+
 def test_a_machine_without_memory_is_a_sentence(checkpoints):
     path, _ = checkpoints["qwen3"]
     with pytest.raises(RunError, match="cpu ran out of memory .*: lower --kv-cache-bytes"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,36 @@ def test_what_is_written_is_clean(tmp_path):
             [sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_written_is_typed(tmp_path):
+    """As mypy sees it, as strictly as the core, and after the core: without its cache of torch
+    this takes a minute, with it 5 s."""
+    for seam in SEAMS:
+        new.main([seam, "mine", "--to", str(tmp_path)])
+    good = sorted(str(path) for path in tmp_path.glob("*/outweigh_*.py"))
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(Path(good[-1]).read_text().replace("return seq.order", "return 'soon'"))
+    root = Path(new.__file__).parent.parent
+    command = [sys.executable, "-m", "mypy", "--strict", *good, str(wrong)]
+    environment = {**os.environ, "MYPYPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    (error, summary) = done.stdout.splitlines()
+    assert error.startswith(str(wrong)) and error.endswith("[return-value]"), done.stdout
+    assert summary == "Found 1 error in 1 file (checked 6 source files)", done.stdout
+
+
+def test_how_a_package_is_tested_and_typed(tmp_path):
+    """`pip install -e .[test]` takes what the suites take; mypy is as strict as here."""
+    new.main(["sched", "mine", "--to", str(tmp_path)])
+    written = tomllib.loads((tmp_path / "outweigh-sched-mine" / "pyproject.toml").read_text())
+    assert written["project"]["optional-dependencies"] == {"test": ["outweigh[test]"]}
+    root = tomllib.loads((Path(new.__file__).parent.parent / "pyproject.toml").read_text())
+    assert written["tool"]["mypy"] == {
+        "strict": root["tool"]["mypy"]["strict"],
+        "plugins": root["tool"]["mypy"]["plugins"],
+        "untyped_calls_exclude": ["torch"],
+    }
 
 
 def test_nothing_is_left_of_the_templates(tmp_path):

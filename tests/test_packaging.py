@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_packages_and_nothing_of_the_tests(wheel):
         for path in (ROOT / folder).rglob("*.py")
     ]
     assert sorted(set(expected) - set(names)) == []
-    assert "core/py.typed" in names
+    assert {f"{package}/py.typed" for package in ("core", "plugins", "evals")} <= set(names)
     assert "plugins/README.md" in names
     templates = [f"core/testing/templates/{p.name}" for p in TEMPLATES.iterdir()]
     assert len(templates) > 10 and set(templates) <= set(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -16,6 +17,7 @@ from core import hookspecs, seams
 from core.conform import fact_types
 from core.registry import HOOKS
 from core.seams import PROTOCOLS, SEAMS
+from core.testing.check import _SUITES
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "plugins" / "README.md").read_text(encoding="utf-8")
@@ -53,6 +55,18 @@ def test_every_optional_method_is_called_optional(seam):
     for method in methods(seam):
         (row,) = re.findall(rf"^\| `{method.__name__}\(.*$", table, re.M)
         assert ("| optional" in row) == getattr(method, "optional", False), row
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_the_clauses_to_try_first_are_there(seam):
+    """Each word of a `-k` is part of the name of one, and of fewer than all."""
+    (row,) = re.findall(rf"^\| {seam} \| (`\".*) \|$", GUIDE, re.M)
+    module, suite, *_ = _SUITES[seam]
+    clauses = [n for n in dir(getattr(importlib.import_module(module), suite)) if "test_" in n]
+    words = " or ".join(re.findall(r'`"(.*?)"`', row)).split(" or ")
+    assert len(words) > 2
+    for word in words:
+        assert 0 < sum(word in clause for clause in clauses) < 4, word
 
 
 def test_every_hook_is_documented_with_its_signature():

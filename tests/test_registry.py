@@ -289,6 +289,7 @@ def test_a_plugin_asked_for_by_p_must_load(tmp_path, source, reason):
     with pytest.raises(UserError) as caught:
         registry(write(tmp_path / "mine.py", source))
     assert reason in str(caught.value)
+    assert str(caught.value).endswith("; mend it")
 
 
 @pytest.mark.parametrize(

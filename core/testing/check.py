@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core import show
-from core.config import did_you_mean, parse_setting, validated
+from core.config import parse_setting, validated
 from core.errors import RunError, UserError
 from core.registry import Registry
 from core.seams import SEAMS
@@ -44,16 +43,14 @@ held_to = {{**getattr(offer, "held_to", {{}}), "offer": offer, "config": {config
 TestOffer = type("TestOffer", (Suite,), held_to)
 """
 _EXPECTED = "expected_failures"  # each stands in the table, with its reason
-# Set by the command, or by a clause while it runs.
-_NOT_SET = ("plugin", "offer", "config", "device", "num_drawn", "most_requests")
 _FITS = "test_fits_the_seam"  # holds for an offer that never runs
 
 
 def main(argv: Sequence[str]) -> int:
     """Check the offer that the arguments name, and print a row for each clause of its contract."""
-    if importlib.util.find_spec("pytest") is None:  # which a run does not need
-        raise UserError("the suites need pytest, which is missing: pip install 'outweigh[dev]'")
     args = _parser().parse_args(argv)
+    if importlib.util.find_spec("pytest") is None:  # which a run does not need
+        raise UserError("the suites take pytest, which is missing: pip install pytest")
     seam, name = args.seam, args.name
     offer: Any = Registry(args.plugins).find(seam, name).load()
     given = (parse_setting(f"{seam}.{text.removeprefix(f'{seam}.')}") for text in args.set)
@@ -65,33 +62,11 @@ def main(argv: Sequence[str]) -> int:
     if args.gpu and not importlib.import_module("torch").cuda.is_available():
         raise RunError("--gpu was asked for and torch sees no CUDA device: mend that or drop it")
     module, suite = suites[2:] if args.gpu else suites[:2]
-    held_to = _held_to(offer, getattr(importlib.import_module(module), suite), f"{seam} '{name}'")
+    held_to = getattr(importlib.import_module(module), suite).stated_by(offer)
     source = _MODULE.format(**vars(args), module=module, suite=suite, config=config)
     with show.progress_bar(sys.stderr) as advance:
         contract = run_suite(source, args.k, advance)
     return _report(contract, f"{seam} {name}", held_to)
-
-
-def _held_to(offer: Any, suite: type, who: str) -> Mapping[str, Any]:
-    """What the offer says that it is held to. A UserError where that is none of the promises and
-    limits of `suite`, which it may set, but one of its clauses, or of nothing."""
-    held_to: Mapping[str, Any] = getattr(offer, "held_to", {})
-    known = [
-        name
-        for name in dir(suite)
-        if not (name.startswith(("_", "test_", "pytest_")) or name in _NOT_SET)
-        and not inspect.isfunction(inspect.getattr_static(suite, name))
-    ]
-    for name in held_to:
-        if name not in known:
-            hint = did_you_mean(name, known, "it can set")
-            raise UserError(f"{who}: held_to names '{name}', which no offer can set{hint}")
-    clauses = [name for name in dir(suite) if name.startswith("test_")]
-    for name in held_to.get(_EXPECTED, {}):
-        if name not in clauses:
-            hint = did_you_mean(name, clauses, "clauses")
-            raise UserError(f"{who}: expected_failures names '{name}', which is no clause{hint}")
-    return held_to
 
 
 def _report(contract: Contract, who: str, held_to: Mapping[str, Any]) -> int:

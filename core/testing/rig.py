@@ -266,8 +266,9 @@ class Rig:
             tensor.fill_(GARBAGE)
 
     def _send(self, host: HostBatch, batch: Batch) -> None:
-        """plan and begin_step, as often as the plugin asks for."""
-        while True:
+        """plan and begin_step, as often as the plugin asks for, within what the core allows."""
+        most = max(self.limits.max_model_len, self.limits.max_num_batched_tokens)
+        for _ in range(most + 1):
             more = self.kv.plan(host, self._arrays)
             for name, array in self._arrays.items():
                 self._staged[name].copy_(torch.from_numpy(array))
@@ -275,6 +276,7 @@ class Rig:
             if not more:
                 return
             self.num_extra_plans += 1
+        raise AssertionError(f"plan is True {most + 1} times, and a step has no more of it")
 
 
 def budget_for(kv: KVManager, facts: ModelFacts, limits: Limits, num_tokens: int) -> int:

@@ -15,6 +15,8 @@ from core.errors import UserError
 from core.registry import Registry
 
 _OF_PYTEST = ("pytestmark",)
+# Whose suite it is, and what a clause sets while it runs.
+_NO_PROMISE = ("plugin", "offer", "config", "seam", "device", "num_drawn", "most_requests")
 
 
 class Suite:
@@ -57,13 +59,38 @@ class Suite:
 
     def hold(self) -> None:
         """Take over `held_to` of the offer, but for what a subclass of a suite sets itself."""
-        held_to: Mapping[str, Any] = getattr(self.loaded(), "held_to", {})
         own = {name for base in type(self).__mro__ if not _ships(base) for name in vars(base)}
-        for name, value in held_to.items():
-            if not hasattr(type(self), name):
-                raise UserError(f"held_to names {[name]}, which the suite does not have")
+        for name, value in self.stated_by(self.loaded()).items():
             if name not in own:
                 setattr(self, name, value)
+
+    @classmethod
+    def stated_by(cls, offer: Any) -> Mapping[str, Any]:
+        """`held_to` of an offer. A UserError where it has more than promises and limits of this
+        suite, as one of its clauses, or nothing."""
+        held_to = getattr(offer, "held_to", {})
+        who = f"{cls.seam} {getattr(offer, '__name__', offer)}"
+        expected = held_to.get("expected_failures", {}) if isinstance(held_to, Mapping) else None
+        if not isinstance(expected, Mapping):
+            raise UserError(f"{who}: held_to is {held_to!r}: give a dict, of expected failures one")
+        promises = [name for name in dir(cls) if cls._is_promise(name)]
+        for name in held_to:
+            if name not in promises:
+                hint = did_you_mean(name, promises, "it can set")
+                raise UserError(f"{who}: held_to names '{name}', which no offer can set{hint}")
+        clauses = [name for name in dir(cls) if name.startswith("test_")]
+        for name in expected:
+            if name not in clauses:
+                hint = did_you_mean(name, clauses, "clauses")
+                what = f"expected_failures names '{name}', which is no clause{hint}"
+                raise UserError(f"{who}: {what}")
+        return held_to
+
+    @classmethod
+    def _is_promise(cls, name: str) -> bool:
+        private = name.startswith(("_", "test_", "pytest_")) or name in _NO_PROMISE
+        static = inspect.getattr_static(cls, name)
+        return not (private or inspect.isfunction(static) or isinstance(static, classmethod))
 
     def loaded(self) -> Any:
         """The class of the offer; None for a subclass that makes it in another way."""

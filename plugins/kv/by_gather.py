@@ -10,7 +10,7 @@ them in another order is read correctly. It loops over the rows on the host: suc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Batch
-    from core.seams import KVManager
 
 
-def attend(kv: KVManager, layer: int, q_THD: Tensor, batch: Batch, *, scale: float) -> Tensor:
+class Gathers(Protocol):
+    """What is asked of a cache here."""
+
+    def gather(self, slot: int, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def attend(kv: Gathers, layer: int, q_THD: Tensor, batch: Batch, *, scale: float) -> Tensor:
     """Attention of q [T, H, D] over what `kv.gather` gives for each row: [T, H * D] in q's dtype.
 
     Padding gives 0. Every query must see at least one stored key at or before its own position,

@@ -50,6 +50,7 @@ CAUGHT_BY = {
         "ReadsOneFurther": {DENSE, CHUNKS},
         "KeepsTheOldTable": {"a_slot_that_changes_hands", "room_is_nobody_elses"},
         "DropsDeltas": {"a_long_hit_arrives_whole"},
+        "AsksForEver": {"a_long_hit_arrives_whole"},
         "CountsWhatItBegins": {"a_step_that_is_given_up_leaves_nothing_behind"},
         "CachesTheWholePrompt": {"a_token_is_left_to_compute"},
         "CountsNoHolders": {"sharing_is_as_declared"},

@@ -123,6 +123,16 @@ class DropsDeltas(Paged):
         return False
 
 
+class AsksForEver(Paged):
+    """Once it had more than a step's metadata holds, it has more in every round."""
+
+    more = False
+
+    def plan(self, step, host):
+        self.more = super().plan(step, host) or self.more
+        return self.more
+
+
 class CountsWhatItBegins(Paged):
     """A row that decodes is as long as the steps that were begun with it make it."""
 
