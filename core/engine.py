@@ -261,26 +261,29 @@ class Engine(AbstractContextManager["Engine"]):
                     # Where none is, that step need not wait for the events of this one, and the one
                     # behind it is prepared while the host has time to.
                     if self._depth and not self._slots.num_free and self._launch():
-                        self._executor.stage_ahead(self._schedule.foresee())
+                        self._attempt(self._executor.stage_ahead, self._schedule.foresee())
             elif not self._drain() and not self._schedule.num_running:
-                if head := self._schedule.head():  # nothing runs, and it has no room: it never will
-                    seq = head[2]
-                    self._finish(self._requests[seq.request_id], "error", self._no_room(seq))
+                if top := self._schedule.head():  # nothing runs, and it has no room: it never will
+                    self._finish(self._requests[top[2].request_id], "error", self._no_room(top[2]))
             self._settle()
 
     def _launch(self) -> bool:
         """Plan and launch a step; False where nothing can run now."""
-        plan = self._schedule.plan()
+        plan, begun = self._schedule.plan(), perf_counter()
         if plan is None:
             return False
-        begun = perf_counter()
-        try:
-            self._in_flight.append((begun, self._executor.launch(plan)))
-        except Exception as error:  # noqa: BLE001  # a plugin's step: its requests fail, the others go on
-            self._drain()  # what is in flight did not fail, and may have ended some of them
-            self._fail(plan, error)
+        if step := self._attempt(self._executor.launch, plan):
+            self._in_flight.append((begun, step))
         self.kv_use.look(self._kv, self._slots.num_computed, begun)
         return True
+
+    def _attempt(self, do: Callable[[Any], Any], plan: Any) -> Any:
+        """Launch or stage a step. Where a plugin raises its requests fail, the others go on."""
+        try:
+            return do(plan)
+        except Exception as error:  # noqa: BLE001
+            self._drain()  # what is in flight did not fail, and may have ended some of them
+            return self._fail(plan, error)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """End the requests of a step that was not run, or not to its end."""

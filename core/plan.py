@@ -33,8 +33,8 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "gpu_memory_utilization": (None, 0.9),
 }
 
-# A line of the core that asks an offer, or a span of one: its seam and its method.
-_ASKS = re.compile(rf"(?<![a-z])({'|'.join(SEAMS)}|span)\.(\w+)\(")
+# In a traceback, a line of the core that asks an offer, or a span of one: its seam and its method.
+_ASKS = re.compile(rf'"{re.escape(__file__[:-7])}.*\n.*[^a-z]({"|".join(SEAMS)}|span)\.(\w+)\(')
 
 
 class Choice(NamedTuple):

@@ -118,11 +118,11 @@ class Schedule:
                 return foreseen
             self._slots.num_computed[foreseen.slots] -= 1
             self._slots.num_tokens[foreseen.slots] -= 1
-        preempted = self._make_room_for_decodes()
-        if self._sched.rekey == "step":
+        if self._sched.rekey == "step":  # first: `victim` goes by the clock of the last key
             self._heap = self._entries(self._waiting)
             self._waiting = {entry[2]: entry for entry in self._heap}
             heapq.heapify(self._heap)
+        preempted = self._make_room_for_decodes()
         num_decodes = len(slots := self._slots_of_decodes())
         budget = self._limits.max_num_batched_tokens - num_decodes
         rows, lens = self._prefill_rows(budget, admit=not preempted)
@@ -143,13 +143,13 @@ class Schedule:
     def foresee(self) -> StepPlan | None:
         """The next step where all seats are taken by decodes, for as long as none of them ends.
 
-        `plan` returns it, or takes it back: until then nobody is admitted or preempted.
+        `plan` returns it, or takes it back: until then nobody is admitted or preempted. Whoever
+        holds a seat and waits for his last token decodes no more, and is about to leave it.
         """
         slots, s = self._slots_of_decodes(), self._slots
-        full = not s.num_free and not self.prefilling and len(slots) and self.reserve() is None
-        if not full or (s.num_tokens[slots] + 1 >= s.max_total[slots]).any():
-            return None
-        self._foreseen = self._commit(slots, np.ones(len(slots), np.int32), len(slots))
+        full = len(slots) == self._limits.max_num_seqs and self.reserve() is None
+        if full and (s.num_tokens[slots] + 1 < s.max_total[slots]).all():
+            self._foreseen = self._commit(slots, np.ones(len(slots), np.int32), len(slots))
         return self._foreseen
 
     def _slots_of_decodes(self) -> Int32:

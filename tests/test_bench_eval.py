@@ -339,6 +339,7 @@ def test_a_peer_is_found_by_name_or_class(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = peers.find('a_peer:One:num_slow=3,eager_end="x"')(SETUP)
     assert (made.num_slow, made.eager_end, made.setup) == (3, "x", SETUP)
+    assert peers.find("a_peer:One:eager_end=random:tiny")(SETUP).eager_end == "random:tiny"
     for spec, said in {
         "vlm": "there is no peer 'vlm'; did you mean vllm",
         "a_peer:Two": "the peer a_peer:Two cannot be imported",
@@ -541,6 +542,23 @@ def test_serve_gives_every_engine_the_same_requests(tmp_path, capsys, log):
     assert "p90_ttft_ms, p99_ttft_ms" not in said, "each has its own number of samples"
     assert re.search(r"not measured, ours, p90_ttft_ms, .*: 20 samples do not carry it, 70", said)
     assert found["engines"]["ours"]["config"]["enable_prefix_caching"] is False
+
+
+def test_another_composition_has_our_plugins_and_not_the_floors_of_our_cache(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from plugins.sched.fifo import Fifo\n\n"
+        "class Mine(Fifo):\n    pass\n\n\n"
+        "def outweigh_register_sched(register):\n    register('mine', Mine)\n"
+    )
+    peer, argv = "outweigh:sched=mine,kv=contiguous", f"{SMALL} --workload w2 --prefill 16"
+    argv += f" -p {tmp_path}/mine.py --peer {peer} --bandwidth 1 --flops 1 --repetitions 1"
+    assert bench.main(f"{argv} --json {tmp_path}/x.json".split()) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["left_out"] == {}
+    assert found["engines"][peer]["offers"]["sched"]["name"] == "mine"
+    steps = {arm: one["repetitions"][0]["steps"] for arm, one in found["workloads"]["w2"].items()}
+    has_share = {arm: "share_of_roofline" in of["prefill 16"]["all"] for arm, of in steps.items()}
+    assert has_share == {"ours": True, peer: False, "ours again": True}
 
 
 def test_prefix_caching_is_asked_for_and_then_found(tmp_path, capsys):

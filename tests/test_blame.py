@@ -131,6 +131,23 @@ def test_a_step_that_raises_ends_its_requests_and_no_others():
     assert bad.error.startswith("kv 'Stumbles' of ") and bad.error.endswith("KeyError: 'gone'")
 
 
+class Unplanned(Contiguous):
+    def plan(self, step, host):
+        return fail() if step.seq_lens.max() > 9 else super().plan(step, host)
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_a_step_that_raises_while_it_is_staged_ahead_ends_its_requests_and_no_others(seats):
+    """As it does where a seat is free, and nothing is staged ahead."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with Engine(**SMALL, kv=Unplanned, overlap=True, max_num_seqs=seats) as engine:
+        (bad,) = engine.generate(["The sea"], params)
+        (good,) = engine.generate(["A"], PARAMS)
+    assert bad.finish_reason == "error" and good.finish_reason == "length"
+    assert bad.error.startswith("kv 'Unplanned' of ") and bad.error.endswith("KeyError: 'gone'")
+    assert len(bad.prompt_token_ids + bad.token_ids) == 10  # those of the steps that were run
+
+
 def answering(base, method, answer):
     """A class of this module, one of whose methods has nothing but `answer`."""
 
@@ -211,6 +228,14 @@ def test_a_plan_that_never_ends(overlap):
         assert engine.counters.num_extra_plans == 96
     assert output.error.startswith("kv 'SenselessContiguous' of ")
     assert "answered plan with nonsense: ValueError: kv.plan() is True 97 times" in output.error
+
+
+def test_a_line_that_is_not_the_cores_asks_no_offer():
+    kv = {}
+    with pytest.raises(TypeError) as found:
+        kv.update(3)
+    with Engine(**SMALL) as engine:
+        assert engine.plan.blame(found.value) is None
 
 
 class Shapeless(NoGraphs):

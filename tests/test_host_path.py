@@ -157,6 +157,19 @@ def test_nothing_is_foreseen_where_a_length_ends_somebody():
         assert found == [True, False]
 
 
+def test_whoever_waits_is_in_the_first_step_after_a_seat_is_free():
+    """Though a step of the others could have been planned before."""
+    with engine_of(2) as engine:
+        engine._slots.max_total[0] = engine._slots.num_tokens[0] + 2
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), "late")
+        while not engine._slots.num_free:
+            engine.step()
+        late = engine._requests["late"].seq
+        assert late.slot is None
+        engine.step()
+        assert late.slot is not None
+
+
 def test_what_is_done_by_row_after_the_launch():
     """An event is five calls in the core, of which three are for the text."""
 

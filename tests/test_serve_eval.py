@@ -213,6 +213,12 @@ def test_the_sentence_has_the_numbers():
     assert rate_kept(due, 500 - due) == 1.0
 
 
+def test_a_queue_that_grows_is_said_where_most_requests_came_at_once():
+    due = [0.0] * 75 + [1.0] * 5
+    said = saturated(due, np.arange(80.0) * 10, 0.5)
+    assert said is not None and "the queue grew to the end, at 0.50 of the capacity" in said
+
+
 def test_a_few_requests_and_a_burst_show_nothing():
     few = np.arange(FEWEST - 1.0)
     assert rate_kept(few, few * 1e3) is None and not is_behind(few, few * 1e3)
@@ -266,7 +272,7 @@ def test_the_capacity_is_measured_once_an_engine():
     _, engine, serving = run(f"{GIVEN} --request-rate 4")
     num = len(engine.prompts)
     run(f"{GIVEN} --request-rate 4", engine, 1, serving)
-    assert num == 200 + 3 + 200 and len(engine.prompts) == num + 3 + 200
+    assert num == 3 + 200 + 3 + 200 and len(engine.prompts) == num + 3 + 200
 
 
 def test_repetitions_have_the_same_lengths_and_times_and_other_tokens():
@@ -308,7 +314,7 @@ def test_what_is_dropped_or_refused_is_said_and_refusals_break_every_limit():
 
 
 def test_details_are_there_if_asked_for():
-    result, _, _ = run(f"{GIVEN} --request-rate 4 --save-detailed")
+    result, _, _ = run(f"{GIVEN} --request-rate 4 --save-detailed --json x.json")
     assert set(DETAILS) <= set(result.raw) and len(result.raw["ttfts"]) == 200
 
 
@@ -361,8 +367,12 @@ def test_a_grid_has_a_closed_loop_for_every_cell_that_fits():
     assert len(cells(args)) == 12 and list(result.raw) == [
         "8+4 x1", "8+4 x4", "8+100 x1", "8+100 x4", "4000+4 x1", "4000+4 x4",
     ]  # fmt: skip
-    assert result.refused["grid 8+4 x8"] == "8 need a larger --max-num-seqs than 4"
-    assert result.refused["grid 4000+100 x1"] == "4100 need a larger --max-model-len than 4096"
+    assert result.refused["grid 8+4 x8"] == (
+        "8 requests at a time need a larger --max-num-seqs than 4"
+    )
+    assert result.refused["grid 4000+100 x1"] == (
+        "4100 tokens need a larger --max-model-len than 4096"
+    )
     for concurrency in (1, 4):
         cell = f"8+4 x{concurrency}"
         assert result.figures[f"median_ttft_ms {cell}"] == pytest.approx(100)
@@ -381,6 +391,7 @@ def test_a_cell_of_few_requests_has_no_median_and_says_so():
     result = grid(Driver(engine, engine.clock, np.random.default_rng(0)), args, 0)
     assert result.figures["median_ttft_ms 8+128 x1"] is None
     assert result.refused["median_ttft_ms 8+128 x1"].startswith("4 samples do not carry it, 14 do")
+    assert result.refused.keys() <= result.figures.keys(), "of others nobody asks"
 
 
 def test_the_table_of_a_grid_has_a_line_a_cell():
@@ -440,6 +451,10 @@ def test_latencies_of_a_saturated_run_are_compared_with_nothing(at):
         ("--workload w1 --goodput ttft:5", "--goodput is of the workloads w4 and serve"),
         ("--workload serve --trace none.csv", "none.csv cannot be read"),
         ("--workload serve --burstiness 2", "--burstiness would change nothing"),
+        ("--workload serve --save-detailed", "--save-detailed would change nothing: it is of --j"),
+        ("--rebuild", "--rebuild would change nothing: it is of --peer"),
+        ("--bandwidth-bytes 64", "--bandwidth-bytes would change nothing: it is of --measure"),
+        ("--workload w1 w1", "--workload names w1 twice"),
     ],
 )
 def test_a_command_that_would_change_nothing_is_one_sentence(capsys, text, said):

@@ -47,6 +47,31 @@ def test_what_no_suite_reads_is_refused():
         suite(KVManagerSuite, offer=typo).hold()
 
 
+class Sized:
+    def largest(self):
+        return max(size for size in self.sizes)
+
+
+def test_what_a_subclass_reads_itself_is_not_refused():
+    """In a comprehension, a fixture, a property, a mixin; nor what the suite behind that reads."""
+
+    class TestMine(Sized, KVManagerSuite):
+        plugin = "contiguous"
+        sizes = 1, 2
+        fresh, few = True, 3
+
+        @pytest.fixture
+        def size(self):
+            return self.fresh
+
+        @property
+        def num(self):
+            return self.few
+
+    mine = TestMine()
+    assert mine.loaded() is Contiguous and mine.largest() == 2 and mine.num == 3
+
+
 def test_an_option_without_a_description_is_named():
     class Config(OfferConfig):
         window: int = 3

@@ -139,6 +139,7 @@ def test_what_no_engine_can_be_given_is_dropped_and_counted_by_reason(write):
         ("a,b,c\n1,2,x\n", Columns("a", "b", "c", None, "s"), "row 1 of .* is no request"),
         ("a,b,c\n1,2,1\n2,2\n", Columns("a", "b", "c", None, "s"), "row 2 of .* is no request"),
         ("a,b,c\nnan,2,1\n", Columns("a", "b", "c", None, "s"), "nan is no time"),
+        ("a,b,c\n1,inf,1\n", Columns("a", "b", "c", None, "s"), "inf is no number of tokens"),
         ("a,b,c\n1,2.5,1\n", Columns("a", "b", "c", None, "s"), "2.5 is no number of tokens"),
         ("a,b,c\n1,2,1\n", Columns("a", "b", "c", None, "date"), "row 1 of .* is no request"),
         (azure([(0, 10, 1)]), None, "has 1 of 1 requests within 16384 tokens"),
@@ -225,6 +226,18 @@ def test_only_stamps_that_most_requests_share_are_taken_for_rounded():
 
 
 # -------- what a trace is like
+
+
+def test_a_trace_in_the_wrong_unit_is_described_all_the_same(write):
+    """Of ten billion times ten seconds."""
+    path = write("a,b,c\n0,4,1\n1,4,1\n100000000000,4,1\n")
+    found = described(read(path, source=Source(Columns("a", "b", "c", None, "s"))))
+    assert found["peak_over_mean_10s"] == pytest.approx(2 * (10**10 + 1) / 3)
+
+
+def test_a_width_for_an_empty_trace_is_a_sentence(write):
+    with pytest.raises(UserError, match="has 0 of 0 requests"):
+        read(write("a,b,c\n"), source=Source(Columns("a", "b", "c", None, "s"), jitter_s=3.0))
 
 
 def test_the_figures_of_a_trace_counted_by_hand():

@@ -4,7 +4,7 @@ held to."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -38,11 +38,11 @@ class Suite:
         if _ships(cls):
             return
         suite = next(base for base in cls.__mro__ if _ships(base))
-        codes = [value.__code__ for value in vars(cls).values() if inspect.isfunction(value)]
-        own = {name for code in codes for name in code.co_names}  # its methods read them
+        inherited = {name for base in cls.__bases__ for name in dir(base)}
+        own = {name for base in cls.__mro__ if not _ships(base) for name in _names_read(base)}
         for name, value in vars(cls).items():
             plain = not callable(value) and not hasattr(value, "__get__")
-            known = name.startswith("_") or name in (*dir(cls.__base__), *_OF_PYTEST, *own)
+            known = name.startswith("_") or name in {*inherited, *_OF_PYTEST, *own}
             if plain and not known:
                 settings = [n for n in dir(suite) if _is_setting(suite, n)]
                 hint = did_you_mean(name, settings, "attributes")
@@ -116,6 +116,17 @@ class Suite:
         )
         mute = [name for name, field in config.model_fields.items() if not field.description]
         assert mute == [], f"options without a description: {', '.join(mute)}"
+
+
+def _names_read(cls: type) -> Iterator[str]:
+    """What the methods, fixtures and properties of a class look at."""
+    for value in vars(cls).values():
+        for part in ("__func__", "fget", "__wrapped__"):
+            value = getattr(value, part, value)
+        codes = [value.__code__] if inspect.isfunction(value) else []
+        for code in codes:  # and what is defined in them: comprehensions, lambdas
+            codes += filter(inspect.iscode, code.co_consts)
+            yield from code.co_names
 
 
 def _ships(cls: type) -> bool:

@@ -84,6 +84,16 @@ def _complete(args: argparse.Namespace, of_workload: Mapping[str, Seq[str]]) -> 
                     f"--{name.replace('_', '-')} is of the workload {workload}, which is not run: "
                     f"add --workload {workload}"
                 )
+    if twice := {name for name in args.workload if args.workload.count(name) > 1}:
+        raise UserError(f"--workload names {min(twice)} twice: --repetitions says how often each")
+    for name, needed in (
+        ("rebuild", "peer"),
+        ("save_detailed", "json"),
+        ("bandwidth_bytes", "measure_bandwidth"),
+    ):
+        if getattr(args, name) and not getattr(args, needed):
+            option, other = (f"--{text.replace('_', '-')}" for text in (name, needed))
+            raise UserError(f"{option} would change nothing: it is of {other}, which is not given")
     if args.goodput and not {"w4", "serve"} & set(args.workload):
         raise UserError("--goodput is of the workloads w4 and serve: add --workload w4 or serve")
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Arrivals = Literal["open", "closed", "burst"]
 NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 1000, 1024, 128  # those of `vllm bench serve`
 
+_LONGEST = 1 << 31  # tokens; no engine takes as many
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -44,7 +46,7 @@ class Lengths:
             return [self.a] * num
         if self.kind == "uniform":
             return rng.integers(self.a, int(self.b) + 1, num).tolist()  # type: ignore[no-any-return]
-        drawn = rng.lognormal(math.log(self.a), self.b, num)
+        drawn = np.minimum(rng.lognormal(math.log(self.a), self.b, num), _LONGEST)
         return [max(1, round(x)) for x in drawn.tolist()]
 
     def __str__(self) -> str:
@@ -64,12 +66,12 @@ def lengths(text: str) -> Lengths:
         return Lengths("fixed", count(numbers[0]))
     if kind == "uniform" and len(numbers) == 2:
         lo, hi = map(count, numbers)
-        if lo <= hi:
+        if lo <= hi <= _LONGEST:
             return Lengths("uniform", lo, hi)
     if kind == "lognormal" and len(numbers) == 2:
         return Lengths("lognormal", count(numbers[0]), positive(numbers[1]))
     raise argparse.ArgumentTypeError(
-        f"{text} is none of N, uniform:LO:HI (LO up to HI), lognormal:MEDIAN:SIGMA"
+        f"{text} is none of N, uniform:LO:HI (LO up to HI, below 2^31), lognormal:MEDIAN:SIGMA"
     )
 
 

@@ -55,7 +55,8 @@ def grid(driver: Driver, args: Namespace, repetition: int) -> Result:
         result.figures.update({f"{name} {cell}": value for name, value in kept.items()})
         samples = {n: found.num_samples[n] for n in kept if n in found.num_samples}
         result.num_samples.update({f"{name} {cell}": num for name, num in samples.items()})
-        result.refused.update({f"{name} {cell}": why for name, why in found.refused.items()})
+        refused = {f"{name} {cell}": why for name, why in found.refused.items() if name in kept}
+        result.refused.update(refused)
         raw = {name: value for name, value in found.raw.items() if name not in DETAILS}
         result.raw[str(cell)] = {**cell._asdict(), **found.figures, **raw}
     return result
@@ -63,12 +64,13 @@ def grid(driver: Driver, args: Namespace, repetition: int) -> Result:
 
 def _check(driver: Driver, cell: Cell) -> None:
     setup = driver.engine.setup
-    for wanted, limit, option in (
-        (cell.concurrency, setup.max_num_seqs, "--max-num-seqs"),
-        (cell.input_len + cell.output_len, setup.max_model_len, "--max-model-len"),
+    num_tokens = cell.input_len + cell.output_len
+    for wanted, what, limit, option in (
+        (cell.concurrency, "requests at a time", setup.max_num_seqs, "--max-num-seqs"),
+        (num_tokens, "tokens", setup.max_model_len, "--max-model-len"),
     ):
         if wanted > limit:
-            raise UserError(f"{wanted} need a larger {option} than {limit}")
+            raise UserError(f"{wanted} {what} need a larger {option} than {limit}")
 
 
 def _cell(driver: Driver, cell: Cell, args: Namespace) -> Result:

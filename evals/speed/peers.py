@@ -39,6 +39,7 @@ class Setup(NamedTuple):
     gpu_memory_utilization: float | None = None
     seed: int = 0
     enable_prefix_caching: bool = False
+    plugins: tuple[str, ...] = ()  # of this project; what they register its compositions may name
 
 
 class News(NamedTuple):
@@ -65,7 +66,8 @@ class Peer(ABC):
 
     @abstractmethod
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
-        """Queue a request of exactly `max_tokens` output tokens."""
+        """Queue a request of exactly `max_tokens` output tokens. Raises UserError for one that this
+        engine cannot be given: it has failed, and the others go on."""
 
     @abstractmethod
     def step(self) -> Seq[News]:
@@ -155,6 +157,7 @@ class Ours(Peer):
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 seed=config.seed,
                 enable_prefix_caching=bool(config.enable_prefix_caching),
+                plugins=config.plugins,
             )
         )
         self.engine, self.depth = engine, int(bool(config.overlap))
@@ -259,8 +262,8 @@ def find(spec: str) -> Callable[[Setup], Peer]:
 
     Raises UserError where there is none, or where it cannot be had here.
     """
-    head, colon, tail = spec.rpartition(":")
-    path, options = (head, tail) if colon and "=" in tail else (spec, "")
+    head, colon, _ = spec.partition("=")[0].rpartition(":")  # a value may have colons too
+    path, options = (head, spec[len(head) + 1 :]) if colon and "=" in spec else (spec, "")
     module, colon, name = KNOWN.get(path, path).partition(":")
     if not colon:
         raise UserError(f"there is no peer '{path}'{did_you_mean(path, KNOWN)}, or MODULE:CLASS")

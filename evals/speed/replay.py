@@ -215,7 +215,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--utilisation", type=positive, nargs="+", default=[0.6, 0.85], metavar="X")
     add("--requests", type=int, metavar="N", help="the first N of the trace; default: all")
     add("--urgent", type=float, default=0.0, help="share of requests with priority -1, drawn")
-    add("--seed", type=int, default=0, help="of that draw")
+    add("--seed", type=int, default=0, help="of that draw, and of --jitter")
     add_options(add)
     add("--kv", default="paged")
     add("--kv-tokens", type=int, default=500_000, help="room of the cache, in tokens")

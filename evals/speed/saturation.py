@@ -54,6 +54,8 @@ def saturated(due_s: Seq[float], ttft_ms: Seq[float], utilisation: float | None)
     beyond = utilisation is not None and utilisation >= KEPT
     if not is_behind(due_s, ttft_ms) and not (beyond and kept is not None and kept < KEPT):
         return None
-    said = f"first tokens came at {kept:.0%} of the rate at which requests were due"
+    said = "the queue grew to the end"
+    if kept is not None:
+        said = f"first tokens came at {kept:.0%} of the rate at which requests were due"
     load = "" if utilisation is None else f", at {utilisation:.2f} of the capacity"
     return f"saturated, not a latency result: {said}{load}; lower the rate"

@@ -83,6 +83,7 @@ class Serving:
             return None
         if engine not in self._capacity_s:
             wanted = demand.requests(engine.setup.vocab_size, [args.seed, 3])
+            warm_up(driver, wanted, args.num_warmups)  # what is compiled first is no capacity
             at_once = [request._replace(at=0.0) for request in wanted]
             line = serve(
                 engine, at_once, driver.clock, max_concurrency=args.max_concurrency,

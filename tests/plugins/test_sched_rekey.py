@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.testing.clock import Arrival, VirtualEngine
-from core.testing.sched import LIMITS, PLENTY, SchedulerSuite
+from core.testing.sched import LIMITS, MAX_LEN, PLENTY, SchedulerSuite
 from plugins.sched.fifo import Fifo
 
 
@@ -39,3 +39,21 @@ def test_moving_keys_overtake():
     engine.run([long, *shorts])
     assert seats[:6] == [0, 1, 2, 3, 4, 5]
     assert 7 < seats.index(6) < 40
+
+
+def test_a_victim_is_chosen_by_keys_of_the_same_plan():
+    """Who waits is asked before anybody gives way: `victim` gets no clock but that of `key`."""
+    asked, ages = [], []
+
+    class Watched(Hrrn):
+        def key(self, seq, clock):
+            asked.append(clock)
+            return super().key(seq, clock)
+
+        def victim(self, running, for_seq):
+            if engine.schedule.head() is not None:
+                ages.append(engine.now - asked[-1])
+
+    engine = VirtualEngine(Watched(), limits=LIMITS, num_kv_tokens=MAX_LEN)
+    engine.run([Arrival(0.0, 8, 40)] * 12)
+    assert ages and max(ages) == 0
