@@ -20,7 +20,7 @@ RECORDS = Path(__file__).with_name("records")
 TEXTS = {
     "Qwen2.5-Coder-0.5B": "text-qwen2.5-coder-0.5b-cpu.json",
 }
-GENERATION = "generation-qwen2.5-coder-0.5b-cpu.json"
+GENERATIONS = ("generation-paged_int8-tiny-h200.json", "generation-loud_values-tiny-h200.json")
 FLOOR = "noise_floor"
 
 
@@ -125,10 +125,8 @@ def quality_tables() -> list[str]:
     texts = [record(name) for name in TEXTS.values()]
     kinds = arms_table, curve_table, documents_table
     found = [make(one) for one in texts for make in kinds]
-    if (RECORDS / GENERATION).is_file():
-        one = record(GENERATION)
-        found += [generation_table(one), findings_table(one)]
-    return found
+    written = [record(name) for name in GENERATIONS]
+    return found + [make(one) for one in written for make in (generation_table, findings_table)]
 
 
 if __name__ == "__main__":

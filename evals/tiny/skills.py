@@ -319,7 +319,7 @@ def passkey(
     num_filler = length - len(needle) - len(tail) - len(answer)
     if num_filler < 0:
         least = length - num_filler
-        raise UserError(f"a passkey takes {least} tokens and the length is {length}: raise it")
+        raise UserError(f"a passkey of {length} tokens is asked for and takes {least}: raise that")
     if num_filler > len(filler_ids):
         what = f"a passkey of {length} tokens needs {num_filler} of filler"
         raise UserError(f"{what} and {len(filler_ids)} are given: give more text")
