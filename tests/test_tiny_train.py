@@ -185,7 +185,7 @@ def test_a_passkey_without_room_is_refused(pieces):
     rng = np.random.default_rng(0)
     with pytest.raises(UserError, match="filler"):
         skills.passkey(pieces, [5] * 50, 400, 0.5, rng)
-    with pytest.raises(UserError, match="filler"):
+    with pytest.raises(UserError, match="passkey of 10 tokens is asked for and takes"):
         skills.passkey(pieces, [5] * 50, 10, 0.5, rng)
     with pytest.raises(UserError, match="between 0 and 1"):
         skills.passkey(pieces, [5] * 500, 400, 1.5, rng)
