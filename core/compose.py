@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from core.seams import KVManager, Scheduler
     from core.show import Progress
 
-_WEIGHTS = attrgetter("model", "dtype", "device", "seed")  # of a RunConfig
+WEIGHTS = attrgetter("model", "dtype", "device", "seed")  # of a RunConfig
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _assemble(plan: Plan, counters: StepCounters, progress: Progress, like: Part
     config, offers = plan.config, plan.build()
     device, dtype = torch.device(config.device or "cpu"), getattr(torch, str(config.dtype))
     load = partial(load_model, config.model, dtype=dtype, device=device, seed=config.seed)
-    if like and _WEIGHTS(like.plan.config) != _WEIGHTS(config):
+    if like and WEIGHTS(like.plan.config) != WEIGHTS(config):
         raise UserError("weights_of has another model, dtype, device or seed: give one like it")
     model = like.model._replace(notes=[]) if like else load(progress=partial(progress, "load"))
     facts, kv = model.facts, offers.kv

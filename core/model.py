@@ -71,9 +71,7 @@ class Operation(NamedTuple):
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension in float32, rounded to x.dtype before the gain."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return gain * wide.to(x.dtype)
+    return gain * F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 def rotate(x_TND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

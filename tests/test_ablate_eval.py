@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.errors import UserError
 from evals.speed import ablate
 from evals.speed.ablate import Ablation, main, parse
 from evals.speed.ladder import charts, report, study
+from evals.speed.ladder.loads import Load
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Engines
 from evals.speed.ladder.split import part_of
@@ -213,6 +216,34 @@ def test_an_arm_of_ones_own_and_the_ends(tmp_path):
     assert "whole ladder" in found["blocks"]["load-0.2"]["figures"]["ttft_ms p50"]["steps"]
     assert found["question"].startswith("generality: 4 traces (seeds 0 to 3)")
     assert found["quality"]["eight"]["below"] == "wide"
+
+
+def test_engines_share_weights_where_they_are_the_same_and_warm_up_once(tmp_path, monkeypatch):
+    ablation = Ablation(
+        parse([*FEW.split(), "--arm", "half=dtype=float16", "--out", str(tmp_path)])
+    )
+    base, paged, half = ablation.ladder.arms
+    served, serve = [], Engines._serve
+    monkeypatch.setattr(
+        Engines, "_serve",
+        lambda self, engine, load, seed, label: (
+            served.append((load.kind, label)), serve(self, engine, load, seed, label)
+        )[1],
+    )  # fmt: skip
+    with closing(ablation.engines(Bar(io.StringIO()))) as engines:
+        embeds = [
+            engines.engine(arm).engine._parts.model.weights.embed for arm in (base, paged, half)
+        ]
+        assert embeds[0] is embeds[1] and embeds[2].dtype == torch.float16
+        for kind in ("closed", "burst", "lone", "lone"):
+            engines.measure(base, Load(kind), seed=0, label="run")
+        engines.retain([paged])
+        assert torch.isfinite(embeds[1]).all()
+        engines.measure(paged, Load("burst"), seed=0, label="run")
+    assert served == [
+        ("closed", "warm-up"), ("closed", "run"), ("burst", "run"), ("lone", "warm-up"),
+        ("lone", "run"), ("lone", "run"), ("closed", "warm-up"), ("burst", "run"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -240,9 +240,11 @@ class Ablation:
         with closing(self.engines(bar)) as engines:
             seconds = _seconds_of_kinds(engines, self.ladder.arms[0], args.load, args.seed)
             build_s = engines.build_s[0]
-        # An arm serves a load once before it is measured.
-        blocks = self.plan.expected()
-        runs_s = sum(seconds[kind] * num * (args.rounds + 1) for _, kind, num in blocks)
+        warm_up = {kind: seconds["lone" if kind == "lone" else "closed"] for kind in seconds}
+        runs_s = sum(
+            num * (seconds[kind] * args.rounds + warm_up[kind])
+            for _, kind, num in self.plan.expected()
+        )
         scarce = len(self.plan.pressed)  # engines of their own, for the small pool
         num_engines = len(self.ladder.arms) + 1 + 3 * scarce + 2 * args.leave_one_out
         return runs_s, build_s * num_engines

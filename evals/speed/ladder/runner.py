@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from core.batch import Limits
+from core.compose import WEIGHTS
 from core.errors import UserError
 from core.metrics import KVUse
 from evals.speed import roofline
@@ -52,14 +53,15 @@ class Common(NamedTuple):
 
 
 class Engines:
-    """A Runner over real engines. Each arm has its own, which lives until it is not retained, or
-    with `rebuild` for one run only. Under a load that is new to it, it serves the requests once
-    before it is measured."""
+    """A Runner over real engines; those that live at once share their weights. Each arm has its
+    own, which lives until it is not retained, or with `rebuild` for one run only. Before the first
+    run of many requests at once, and before the first of one at a time, it serves the requests in a
+    closed loop that is not measured."""
 
     def __init__(self, common: Common, progress: Progress, *, rebuild: bool = False) -> None:
         self._common, self._progress, self._rebuild = common, progress, rebuild
         self._live: dict[tuple[str, int | None], Ours] = {}
-        self._known: dict[Ours, set[Kind]] = {}  # loads that an engine has served
+        self._warm: dict[Ours, set[Kind]] = {}  # loads that an engine has warmed up with
         self._floors: dict[str, tuple[float | None, Callable[[roofline.Step], float] | None]] = {}
         self.facts: ModelFacts | None = None
         self.reports: dict[str, dict[str, Any]] = {}
@@ -70,7 +72,7 @@ class Engines:
     def retain(self, arms: Iterable[Arm]) -> None:
         names = {arm.name for arm in arms}
         for key in [key for key in self._live if key[0] not in names]:
-            self._known.pop(self._live[key], None)
+            self._warm.pop(self._live[key], None)
             self._live.pop(key).close()
 
     def close(self) -> None:
@@ -91,7 +93,10 @@ class Engines:
         fields = {**self._common.fields, **engine_fields(arm.choices)}
         if room_tokens is not None:
             fields["kv_cache_bytes"] = self._bytes_for(arm, room_tokens)
-        engine = Engine(progress=self._progress, **fields)
+        read = WEIGHTS(plan_of(arm.choices, self._common.fields).config)
+        live = (ours.engine for ours in self._live.values())
+        like = next((other for other in live if WEIGHTS(other.config) == read), None)
+        engine = Engine(progress=self._progress, weights_of=like, **fields)
         self.facts = engine.facts
         if arm.name not in self.reports and room_tokens is None:
             report = engine.report()
@@ -130,10 +135,10 @@ class Engines:
 
     def measure(self, arm: Arm, load: Load, *, seed: int, label: str) -> Run:
         engine = self.engine(arm, load.room_tokens)
-        known = self._known.setdefault(engine, set())
-        if load.kind not in known:
-            self._serve(engine, load, seed, "warm-up")
-            known.add(load.kind)
+        warm = self._warm.setdefault(engine, set())
+        if (warmth := Load("lone" if load.kind == "lone" else "closed")).kind not in warm:
+            self._serve(engine, warmth, seed, "warm-up")
+            warm.add(warmth.kind)
         counters = engine.engine.counters
         before = {**vars(counters)}
         served = self._serve(engine, load, seed, label)
