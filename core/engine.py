@@ -3,10 +3,10 @@
     waiting ──▶ plan of step N+1 ──▶ launch ──▶ (step N+1 runs) ──▶ harvest N: tokens, stops
                                                                     settle N: text, publishing
 
-With overlap (depth 1, the default on CUDA) a step is launched before the tokens of the one before
-it are known: the ids are gathered on the device, stops by length are known in advance, an EOS
-overruns by one step whose token is dropped. Without overlap (depth 0, a synchronous device) every
-step is harvested before the next is planned.
+With overlap (depth 1, the default with CUDA graphs) a step is launched before the tokens of the one
+before it are known: the ids are gathered on the device, stops by length are known in advance, an
+EOS overruns by one step whose token is dropped. Without overlap (depth 0) every step is harvested
+before the next is planned.
 
 Between the tokens of a step and the next launch stands what a plan depends on, done by arrays: the
 tokens, who has ended, whose room is free. What is done for each request (text, events, outputs) is

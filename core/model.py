@@ -74,20 +74,12 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def rotate(x_TND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """RoPE in the half-split pairing, computed in x's dtype. cos and sin are [T, D / 2]."""
-    return _turned(x_TND, *_factors(cos_TE, sin_TE, x_TND.dtype))
-
-
-def _factors(cos_TE: Tensor, sin_TE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each element itself, and of its other half, [T, 1, D]."""
-    cos, sin = cos_TE[:, None].to(dtype), sin_TE[:, None].to(dtype)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def _turned(x_TND: Tensor, own_T1D: Tensor, other_T1D: Tensor) -> Tensor:
-    a, b = x_TND.chunk(2, dim=-1)
-    return x_TND * own_T1D + torch.cat((b, a), dim=-1) * other_T1D
+def rotate(cos_TE: Tensor, sin_TE: Tensor, *xs_TND: Tensor) -> tuple[Tensor, ...]:
+    """RoPE of each x in the half-split pairing, computed in x's dtype. cos, sin are [T, D / 2]."""
+    cos, sin = (half[:, None].to(xs_TND[0].dtype) for half in (cos_TE, sin_TE))
+    own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    partners = (torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1) for x in xs_TND)
+    return tuple(x * own + y * other for x, y in zip(xs_TND, partners, strict=True))
 
 
 def _begin_step(site: Site, batch: Batch) -> tuple[Tensor, ...]:
@@ -120,8 +112,7 @@ def _qk_norm(site: Site, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rope(site: Site, batch: Batch, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    factors = _factors(site.cos[batch.positions], site.sin[batch.positions], q.dtype)
-    return _turned(q, *factors), _turned(k, *factors)
+    return rotate(site.cos[batch.positions], site.sin[batch.positions], q, k)
 
 
 def _kv_write(site: Site, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -29,7 +29,6 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "dtype": ("float32", "bfloat16"),
     "max_num_seqs": (32, 256),
     "max_num_batched_tokens": (2048, 8192),
-    "overlap": (False, True),
     "gpu_memory_utilization": (None, 0.9),
 }
 
@@ -158,6 +157,8 @@ def resolve(config: RunConfig, registry: Registry) -> Plan:
         values[seam] = choices[seam].name
     if config.enable_prefix_caching is None:
         values["enable_prefix_caching"] = choices["kv"].offer.prefix_sharing
+    if config.overlap is None:  # without graphs the launch takes longer than the step
+        values["overlap"] = choices["graphs"].offer.captures
     resolved = config.model_copy(update={"device": device, **values})
     plan = Plan(resolved, **choices, registry=registry)
     if refusals := [*_refusals(plan), *registry.hooks.check_combination(plan)]:

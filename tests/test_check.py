@@ -76,9 +76,9 @@ class Forgetful:
         site = sites[0]
         parts = qkv.split(site.facts.qkv_sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, site.facts.head_dim)) for part in parts)
-        cos, sin = site.cos[batch.positions], site.sin[batch.positions]
-        site.kv.write(site.layer, rotate(k, cos, sin), v, batch)
-        return (rotate(q, cos, sin),)
+        q, k = rotate(site.cos[batch.positions], site.sin[batch.positions], q, k)
+        site.kv.write(site.layer, k, v, batch)
+        return (q,)
 
 def outweigh_register_fusion(register):
     register("forgetful", Forgetful)

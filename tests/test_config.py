@@ -253,6 +253,20 @@ def test_a_default_gives_way_to_the_limit_that_was_given(no_gpu):
         plan(max_num_batched_tokens=8, max_num_seqs=9)
 
 
+def test_steps_overlap_where_they_are_captured(two_gpus):
+    """A step that is launched kernel by kernel has run when its launch returns: its tokens would
+    wait for the launch of the next."""
+    for graphs, overlaps in {
+        "none": False,
+        "decode": True,
+        "piecewise": True,
+        "full": True,
+    }.items():
+        assert plan(graphs=graphs).config.overlap is overlaps
+        assert plan(graphs=graphs, overlap=not overlaps).config.overlap is not overlaps
+    assert plan(device="cpu").config.overlap is False
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU"])
 def test_an_unknown_device(no_gpu, device):
     with pytest.raises(UserError, match=f"there is no device '{device}'.* choose one of cpu$"):

@@ -374,7 +374,8 @@ def test_every_field_has_a_flag_that_reaches_it(field, tmp_path, capsys, monkeyp
     wanted = [plugin] if field == "plugins" else wanted
     assert told[True][field] == wanted != told[False][field]
     changed = {name for name, value in told[True].items() if value != told[False][name]}
-    assert changed == {field} | ({"enable_prefix_caching"} if field == "kv" else set())
+    follows = {"kv": {"enable_prefix_caching"}, "graphs": {"overlap"}}
+    assert changed == {field} | follows.get(field, set())
 
 
 def test_what_was_left_open_is_resolved():

@@ -106,7 +106,7 @@ def _functions(facts: ModelFacts) -> tuple[Callable[..., Any], ...]:
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split_with_sizes(sizes, -1))
         if gains is not None:
             q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return *rotate(cos, sin, q, k), v
 
     def act_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

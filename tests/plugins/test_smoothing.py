@@ -100,7 +100,7 @@ def test_shift_is_the_mean_bias_after_rope(scaling, num_positions):
     moments = KeyMoments(mean, torch.ones(HEADS * DIM))
     shift, _ = from_weights(moments, mean_turn(facts, num_positions), HEADS)
     cos, sin = rope_tables(facts, num_positions, "cpu")
-    turned = rotate(mean.view(1, HEADS, DIM).expand(num_positions, -1, -1), cos, sin)
+    (turned,) = rotate(cos, sin, mean.view(1, HEADS, DIM).expand(num_positions, -1, -1))
     assert torch.allclose(shift, turned.double().mean(0).float(), atol=1e-3)
 
 
@@ -113,7 +113,7 @@ def test_factor_is_the_size_of_what_is_left(scaling):
     still, turning = DIM // 2 - 1, 0
     mean[:, still] = mean[:, turning + DIM // 2] = 1000.0
     moments, turn = KeyMoments(mean.flatten(), deviation.flatten()), mean_turn(facts, 512)
-    turned = rotate(mean[None].expand(512, -1, -1), cos, sin)
+    (turned,) = rotate(cos, sin, mean[None].expand(512, -1, -1))
     for used, shifted in ((turn, True), (no_turn(turn), False)):
         shift, factor = from_weights(moments, used, HEADS)
         assert torch.equal(factor[:, : DIM // 2], factor[:, DIM // 2 :])
@@ -136,8 +136,8 @@ def test_smoothing_commutes_with_rope_and_leaves_the_softmax():
     moments = KeyMoments(mean.float().flatten(), torch.rand(HEADS * DIM, generator=generator))
     shift, factor = from_weights(moments, mean_turn(FACTS, 40), HEADS)
     cos, sin = rope_tables(FACTS, 40, "cpu")
-    turned = rotate(k + mean, cos, sin)
-    assert torch.allclose(rotate((k + mean) / factor, cos, sin), turned / factor)
+    turned, apart = rotate(cos, sin, k + mean, (k + mean) / factor)
+    assert torch.allclose(apart, turned / factor)
     raw = torch.einsum("qhd,khd->hqk", q, turned).softmax(-1)
     smooth = torch.einsum("qhd,khd->hqk", q * factor, (turned - shift) / factor).softmax(-1)
     assert torch.allclose(raw, smooth, atol=1e-12)

@@ -27,6 +27,7 @@ BASELINE: Choices = {
     "kv": "contiguous",
     "fusion": "none",
     "graphs": "none",
+    "overlap": False,
     "sched": "fifo",
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
@@ -131,6 +132,7 @@ def all_rungs(chunk_size: int) -> list[Rung]:
             "what waiting counts, as a share of the prefill speed (before: 0.1)",
             stays=False,
             is_pressed=True,
+            is_default=False,
         ),
         Rung(
             "swap",
@@ -168,6 +170,8 @@ def _fusions() -> Iterator[Rung]:
 
 def _graphs() -> Iterator[Rung]:
     yield Rung("graphs=full", {"graphs": "full"}, "steps captured and replayed", "cuda")
+    about = "a step planned and launched while the device runs the one before it"
+    yield Rung("overlap", {"overlap": True}, about, "cuda")
     for name in ("decode", "piecewise"):
         yield Rung(
             f"graphs={name}",

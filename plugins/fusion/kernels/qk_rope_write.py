@@ -144,5 +144,5 @@ def qk_rope_reference(
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
-    cos, sin = cos_PE[positions_T.long()], sin_PE[positions_T.long()]
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    q, k = rotate(cos_PE[positions_T.long()], sin_PE[positions_T.long()], q, k)
+    return q, k, v

@@ -64,7 +64,7 @@ class Sound:
         return k if gain is None else rms_norm(k, gain, eps)
 
     def rotated(self, x, site, batch):
-        return rotate(x, site.cos[batch.positions], site.sin[batch.positions])
+        return rotate(site.cos[batch.positions], site.sin[batch.positions], x)[0]
 
     rotated_k = rotated
 
