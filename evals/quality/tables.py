@@ -21,7 +21,11 @@ TEXTS = {
     "Qwen2.5-Coder-0.5B": "text-qwen2.5-coder-0.5b-cpu.json",
     "SmolLM2-135M": "text-smollm2-135m-cpu.json",
 }
-GENERATIONS = ("generation-paged_int8-tiny-h200.json", "generation-loud_values-tiny-h200.json")
+GENERATIONS = (
+    "generation-paged_int8-tiny-h200.json",
+    "generation-loud_values-tiny-h200.json",
+    "generation-paged_int8-qwen2.5-coder-0.5b-cpu.json",
+)
 FLOOR = "noise_floor"
 
 
