@@ -153,7 +153,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, capsys):
     assert not out.exists()
     assert "| chunk=16 | chunked | `chunk_size=16`" in said
     assert "- not available, `graphs=full`: needs cuda" in said
-    assert "| capacity | closed | 12 | 48 |" in said
+    assert "| capacity | closed | 11 | 44 |" in said
     assert re.search(r"^[\d,]+ runs, about \d+\.\d minutes or less; repeatability", said, re.M)
 
 

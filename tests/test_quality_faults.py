@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from core import hookimpl
-from evals.quality.controls import PerTokenInt4
+from evals.quality.controls import LoudValues, PerTokenInt4
 from plugins.kv.int8_path import Int8Path
 from plugins.kv.int8_storage import quantize
 from plugins.kv.paged import Paged
@@ -39,6 +39,13 @@ class TokenInt4(PerTokenInt4):
     """4 bits by token, held to what 4 bits by channel are held to."""
 
     quality = PagedInt4.quality
+
+
+class LouderValues(LoudValues):
+    """Values five times as large: what few short texts show, whatever they begin with."""
+
+    def value(self, v):
+        return 5 * v
 
 
 class PerTensorInt8(Paged):
@@ -166,7 +173,7 @@ class SwapsCodesAlone(Planted):
 
 @hookimpl
 def outweigh_register_kv(register):
-    offers = (TokenInt4, PerTensorInt8, Truncates, StaleScales, Unsmoothed, Unrounded)
+    offers = (LouderValues, TokenInt4, PerTensorInt8, Truncates, StaleScales, Unsmoothed, Unrounded)
     for offer in (*offers, SharesCodesAlone, SwapsCodesAlone):
         register(offer.__name__.lower(), offer)
 '''
@@ -204,7 +211,7 @@ FAULTS = {
     "a scale that outlives its block": Fault("stalescales", "tiny", TEXT, "mean_kl"),
     "scales left behind by sharing": Fault("sharescodesalone", "tiny", RECALL, "recall"),
     "scales left behind by swapping": Fault("swapscodesalone", "tiny", SCARCE, "recall"),
-    "values that come back too large": Fault("loud_values", "tiny", WRITTEN, "loops"),
+    "values that come back too large": Fault("loudervalues", "tiny", WRITTEN, "distinct3"),
     "factors on K and not on Q": Fault("unsmoothed", "tiny", TEXT, "mean_kl"),
     "truncated codes": Fault("truncates", "tiny", TEXT, "mean_kl"),
     "a scorer that reads what was not rounded": Fault("unrounded", "tiny", TEXT, "stored"),
