@@ -39,10 +39,10 @@ class OfferConfig(BaseModel):
 class RunConfig(BaseModel):
     """One run. In place of the name of an offer its class or a configured instance may be given.
 
-    "auto" and None are values that `core.plan.DEFAULTS` says, and the engine for three more:
-    `max_model_len` is what model and cache hold, `kv_cache_bytes` what `gpu_memory_utilization`
-    leaves, `enable_prefix_caching` whether the kv offer can. Without `chunk_size` a prompt gets
-    what the step has left.
+    "auto" and None are values that `core.plan.DEFAULTS` says, but for four: `max_model_len` is what
+    model and cache hold, `kv_cache_bytes` what `gpu_memory_utilization` leaves,
+    `enable_prefix_caching` whether the kv offer can, `overlap` whether the graphs offer captures.
+    Without `chunk_size` a prompt gets what the step has left.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,7 +67,7 @@ class RunConfig(BaseModel):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="share of the GPU")
     enable_prefix_caching: bool | None = Field(None, description="share blocks of equal prefixes")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of random weights and of sampling")
-    overlap: bool | None = Field(None, description="plan a step while the device runs another")
+    overlap: bool | None = Field(None, description="plan a step while one runs; auto: with graphs")
 
     @classmethod
     def of(cls, **fields: Any) -> RunConfig:

@@ -70,7 +70,7 @@ class Operation(NamedTuple):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension in float32, rounded to x.dtype before the gain."""
+    """RMSNorm over the last dimension in float32 or wider, rounded to x.dtype before the gain."""
     return gain * F.rms_norm(x, x.shape[-1:], eps=eps)
 
 

@@ -2,8 +2,8 @@
 
 Names are resolved, options validated, combinations refused before anything is allocated. `DEFAULTS`
 says what "auto" and None mean. `device` is cuda where torch sees a GPU; `enable_prefix_caching` is
-what the kv offer can. `max_model_len` and `kv_cache_bytes` wait for the weights: the engine
-resolves them.
+what the kv offer can, `overlap` whether the graphs offer captures. `max_model_len` and
+`kv_cache_bytes` wait for the weights: the engine resolves them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def resolve(config: RunConfig, registry: Registry) -> Plan:
         values[seam] = choices[seam].name
     if config.enable_prefix_caching is None:
         values["enable_prefix_caching"] = choices["kv"].offer.prefix_sharing
-    if config.overlap is None:  # without graphs the launch takes longer than the step
+    if config.overlap is None:  # an eager step has run when its launch returns
         values["overlap"] = choices["graphs"].offer.captures
     resolved = config.model_copy(update={"device": device, **values})
     plan = Plan(resolved, **choices, registry=registry)

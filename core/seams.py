@@ -278,7 +278,7 @@ class GraphStrategy(Protocol):
     replays."""
 
     api: ClassVar[int]
-    captures: ClassVar[bool]  # False: never captures, runs on any device
+    captures: ClassVar[bool]  # False: never, runs on any device; True: steps overlap by default
     Config: ClassVar[type[OfferConfig]]
 
     @spec

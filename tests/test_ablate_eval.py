@@ -238,7 +238,6 @@ def test_engines_share_weights_where_they_are_the_same_and_warm_up_once(tmp_path
         for kind in ("closed", "burst", "lone", "lone"):
             engines.measure(base, Load(kind), seed=0, label="run")
         engines.retain([paged])
-        assert torch.isfinite(embeds[1]).all()
         engines.measure(paged, Load("burst"), seed=0, label="run")
     assert served == [
         ("closed", "warm-up"), ("closed", "run"), ("burst", "run"), ("lone", "warm-up"),

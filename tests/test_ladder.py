@@ -19,7 +19,16 @@ from evals.speed.ladder import findings, markdown, measured, rungs
 from evals.speed.ladder.findings import TTFT, saturated
 from evals.speed.ladder.loads import Load, Mix, requests, serve
 from evals.speed.ladder.phases import Climb, Plan, checked
-from evals.speed.ladder.rungs import BASELINE, all_rungs, build, chosen, own_rung, plan_of, without
+from evals.speed.ladder.rungs import (
+    BASELINE,
+    all_rungs,
+    base_of,
+    build,
+    chosen,
+    own_rung,
+    plan_of,
+    without,
+)
 from evals.speed.ladder.study import Store, Timetable
 from evals.speed.peers import News
 from evals.speed.saturation import is_behind
@@ -99,6 +108,24 @@ def test_the_default_ladder_has_at_most_twelve_rungs():
     for device in ("cpu", "cuda"):
         found = [r for r in chosen(all_rungs(64), None) if r.device in (None, device)]
         assert len(found) <= 12
+
+
+def test_graphs_bring_their_overlap_with_them(monkeypatch):
+    """Eager steps with overlap are no baseline, and no top either."""
+    assert base_of({}) == BASELINE == base_of({"graphs": "none"})
+    assert base_of({"graphs": "full"})["overlap"] is None
+    assert base_of({"graphs": "full", "overlap": False})["overlap"] is False
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    common = {**COMMON, "device": "cuda"}
+    rungs = chosen(all_rungs(64), ["paged", "graphs=full", "overlap", "aging"])
+    whole = build(BASELINE, rungs, common, device="cuda")
+    assert whole.top.choices["overlap"] is True
+    less, alone = without(whole, "graphs=full", common, device="cuda")
+    assert (less.choices["graphs"], less.choices["overlap"]) == ("none", False)
+    assert (alone.choices["graphs"], alone.choices["overlap"]) == ("full", False)
+    less, alone = without(whole, "overlap", common, device="cuda")
+    assert (less.choices["graphs"], less.choices["overlap"]) == ("full", False)
+    assert alone == "it rests on 'graphs=full'"
 
 
 def test_a_branch_does_not_stay():

@@ -5,8 +5,9 @@ An evaluation must fail those but the last: whoever passes them measures nothing
     python -m evals.quality -p evals.quality.controls --kv loud_values --parts generation …
 
 `per_token_int4` is a known bad format: reading and recall fail it. `loud_values` makes sampled text
-repeat itself, as a wrong scale of the values does: generation fails it. `bfloat16_kv` is the floor
-of noise that others are held beside: what a cache in bfloat16 costs a model in float32.
+repeat itself, as a wrong scale of the values does: generation fails it, given some hundred texts.
+`bfloat16_kv` is the floor of noise that others are held beside: what a cache in bfloat16 costs a
+model in float32.
 """
 
 from __future__ import annotations

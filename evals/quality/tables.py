@@ -90,7 +90,7 @@ def generation_table(found: Mapping[str, Any]) -> str:
             rows.append(
                 (
                     f"{part['temperature']:g}",
-                    f"{part['n']} of {part['num_documents']} documents",
+                    f"{part['n']} out of {part['num_documents']} documents",
                     name,
                     f"{of['reference']:.4g}",
                     f"{of['other']:.4g}",

@@ -4,13 +4,13 @@
     python -m evals.speed.ablate --out mine --base kv=paged --arm wide=kv.block_size=64
     python -m evals.speed.ablate --rungs paged 'fusion=*' 'span=*' --dry-run
 
-The baseline is a contiguous cache, plain nodes, eager steps, first come first served, prompts in
-one piece. Each rung changes one variable, and is measured beside the rung below it on the same
-requests: a closed loop, which gives the capacity; then rates that are shares of the *baseline's*
-capacity. Rungs that matter where requests compete are measured there too. An arm that cannot keep
-up is refused, and what this device lacks is said. Rounds run forwards and backwards in turn (ABBA)
-with the first arm twice, as a control; a run is a unit, and verdicts are corrected over the steps
-(evals.speed.paired, evals.speed.verdicts).
+The baseline is a contiguous cache, plain nodes, eager steps without overlap, first come first
+served, prompts in one piece. Each rung changes one variable, and is measured beside the rung below
+it on the same requests: a closed loop, which gives the capacity; then rates that are shares of the
+*baseline's* capacity. Rungs that matter where requests compete are measured there too. An arm that
+cannot keep up is refused, and what this device lacks is said. Rounds run forwards and backwards in
+turn (ABBA) with the first arm twice, as a control; a run is a unit, and verdicts are corrected over
+the steps (evals.speed.paired, evals.speed.verdicts).
 
 --out gets result.json, result.md and report.html, which needs nothing but itself, after each phase
 and after Ctrl-C; a run that was killed goes on with --resume, and has lost the run in flight.
@@ -79,7 +79,7 @@ class Ablation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = "cpu" if on_cpu(args.device) else "cuda"
-        self.base = {**rungs.BASELINE, **args.base}
+        self.base = rungs.base_of(args.base)
         self.common = {
             "model": args.model,
             "device": args.device,
@@ -240,13 +240,14 @@ class Ablation:
         with closing(self.engines(bar)) as engines:
             seconds = _seconds_of_kinds(engines, self.ladder.arms[0], args.load, args.seed)
             build_s = engines.build_s[0]
+        blocks = self.plan.expected()
         warm_up = {kind: seconds["lone" if kind == "lone" else "closed"] for kind in seconds}
-        runs_s = sum(
-            num * (seconds[kind] * args.rounds + warm_up[kind])
-            for _, kind, num in self.plan.expected()
-        )
+        num_warm = args.rounds if args.rebuild else 1
+        runs_s = sum(n * (seconds[k] * args.rounds + warm_up[k] * num_warm) for _, k, n in blocks)
         scarce = len(self.plan.pressed)  # engines of their own, for the small pool
         num_engines = len(self.ladder.arms) + 1 + 3 * scarce + 2 * args.leave_one_out
+        if args.rebuild:
+            num_engines = args.rounds * sum(num for *_, num in blocks)
         return runs_s, build_s * num_engines
 
 

@@ -66,7 +66,7 @@ def lever(
 
 
 def graphs(args: argparse.Namespace) -> Lever:
-    """Every strategy of the registry beside eager steps."""
+    """Every strategy of the registry beside eager steps, all of them with overlap."""
     costs: dict[str, dict[str, float]] = {}
     arms = {n: partial(_captured, args, n, costs) for n in Registry().offers["graphs"]}
     return lever("none", arms, partial(step_medians, args), costs)
@@ -75,7 +75,7 @@ def graphs(args: argparse.Namespace) -> Lever:
 def _captured(args: argparse.Namespace, name: str, costs: dict[str, dict[str, float]]) -> Engine:
     """An engine of this strategy, and into `costs` what its capture took."""
     if name not in costs:
-        build(args, graphs=name).close()  # compiles what it captures
+        build(args, graphs=name, overlap=True).close()  # compiles what it captures
         costs[name] = {}
     stamps: list[tuple[float, int]] = []
 
@@ -84,7 +84,7 @@ def _captured(args: argparse.Namespace, name: str, costs: dict[str, dict[str, fl
             stamps.append((time.perf_counter(), total))
 
     started = time.perf_counter()
-    engine = build(args, graphs=name, progress=progress)
+    engine = build(args, graphs=name, overlap=True, progress=progress)
     if stamps:
         costs[name] = {
             "build_s": time.perf_counter() - started,

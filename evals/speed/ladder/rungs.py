@@ -47,6 +47,7 @@ class Rung(NamedTuple):
 
     `is_pressed`: its effect shows where requests compete, so that it is measured there too.
     `is_lone`: it is about single requests, and measured with one at a time only.
+    `rests_on`: a rung without which it does harm, and is left out too.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Rung(NamedTuple):
     is_pressed: bool = False
     is_lone: bool = False
     is_default: bool = True
+    rests_on: str | None = None
 
 
 class Arm(NamedTuple):
@@ -171,7 +173,7 @@ def _fusions() -> Iterator[Rung]:
 def _graphs() -> Iterator[Rung]:
     yield Rung("graphs=full", {"graphs": "full"}, "steps captured and replayed", "cuda")
     about = "a step planned and launched while the device runs the one before it"
-    yield Rung("overlap", {"overlap": True}, about, "cuda")
+    yield Rung("overlap", {"overlap": True}, about, "cuda", rests_on="graphs=full")
     for name in ("decode", "piecewise"):
         yield Rung(
             f"graphs={name}",
@@ -197,6 +199,12 @@ def chosen(rungs: Seq[Rung], patterns: Seq[str] | None) -> list[Rung]:
     if any(rung.name.startswith("span=") for rung in found):  # in place of the set as a whole
         found = [r for r in found if not r.name.startswith("fusion=") or r.name in wanted]
     return found
+
+
+def base_of(given: Choices) -> Choices:
+    """The baseline with what was `given` in its place; graphs bring their own overlap with them."""
+    mine = {"overlap": None} if given.get("graphs", "none") != "none" else {}
+    return {**BASELINE, **mine, **given}
 
 
 def own_rung(text: str) -> Rung:
@@ -309,12 +317,11 @@ def build(
 def without(
     ladder: Ladder, name: str, common: Mapping[str, Any], *, device: str
 ) -> tuple[Arm | str, Arm | str]:
-    """The top without the rung `name`, and the baseline with it alone; for each the reason where
-    there is no such configuration, or where it would say nothing of the rung."""
+    """The top without the rung `name` and what rests on it, and the baseline with it alone; for
+    each the reason where there is no such configuration, or it would say nothing of the rung."""
     rungs = [arm.rung for arm in ladder.kept if arm.rung is not None]
-    rest = build(
-        ladder.arms[0].choices, (r for r in rungs if r.name != name), common, device=device
-    )
+    others = (rung for rung in rungs if name not in (rung.name, rung.rests_on))
+    rest = build(ladder.arms[0].choices, others, common, device=device)
     less: Arm | str = rest.top._replace(name=f"without {name}", rung=None, before=None)
     if rest.left_out:
         other, why = next(iter(rest.left_out.items()))
@@ -329,6 +336,8 @@ def _alone(ladder: Ladder, name: str, common: Mapping[str, Any], device: str) ->
     assert arm.rung is not None, "the baseline is no rung"
     below = ladder.arm(arm.before)
     change = arm.rung.change
+    if arm.rung.rests_on is not None:
+        return f"it rests on '{arm.rung.rests_on}'"
     if not any(isinstance(value, Added) for value in change.values()):
         for field in change:
             if base.choices.get(field) != below.choices.get(field):
