@@ -398,6 +398,7 @@ def test_documents_of_one_token_are_left_out(run, folder):
         (["--set-against", "fusion.verify=true"], "--set-against takes options of kv"),
         (["--json", "/nowhere/at/all.json"], "its folder is not there"),
         (["--data", "nowhere.jsonl"], "no file or folder nowhere.jsonl"),
+        (["--dataset", "nowhere.jsonl"], "no file or folder nowhere.jsonl"),
         (["--field", "body", "--data", "{rows}"], "choose --field from text"),
         (["--kv", "misspelt"], "'kl' by its attribute quality, which is no metric"),
         (["--kv", "breaks"], "breaks failed to score 300 tokens: ZeroDivisionError: out of ideas"),

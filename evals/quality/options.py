@@ -42,12 +42,12 @@ class Options:
         self.owned: dict[str, _Owned] = {}
 
     def of(self, *parts: str) -> Callable[..., None]:
-        """What adds an option of these parts."""
+        """What adds an option of these parts, called by the first of its names."""
         group = self.parser.add_argument_group(", ".join(parts))
 
-        def add(option: str, **fields: Any) -> None:
-            action = group.add_argument(option, **fields)
-            self.owned[action.dest] = _Owned(option, parts)
+        def add(*names: str, **fields: Any) -> None:
+            action = group.add_argument(*names, **fields)
+            self.owned[action.dest] = _Owned(names[0], parts)
 
         return add
 
@@ -95,7 +95,7 @@ def _of_all(add: Callable[..., Any]) -> None:
 def _of_reading(options: Options) -> None:
     add = options.of("text", "generation", "recall")
     about = "see above; in recall the filler of the style trained"
-    add("--data", action="extend", nargs="+", default=[], metavar="SOURCE", help=about)
+    add("--data", "--dataset", action="extend", nargs="+", default=[], metavar="SOURCE", help=about)
     add("--field", default=Choice().field, help="of a row, that holds the text")
     add("--limit", type=count, default=Choice().limit, metavar="N", help="documents of a source")
     add = options.of(*PARTS)
