@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from core.errors import UserError
-from evals.speed import ablate
+from evals.speed import ablate, results
 from evals.speed.ablate import Ablation, main, parse
-from evals.speed.ladder import charts, report, study
+from evals.speed.ladder import charts, markdown, report, study
 from evals.speed.ladder.loads import Load
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Engines
@@ -125,6 +125,39 @@ def test_the_page_loads_nothing(ladder):
         "Configuration and environment", "torch",
     ):  # fmt: skip
         assert word in page, word
+
+
+def test_a_study_is_kept_small_and_whole(ladder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.main([str(ladder), "mine"]) == 0 and results.names() == ["mine"]
+    kept, whole = results.result("mine"), result_of(ladder)
+    assert set(whole) - set(kept) == {"charts", "engines"}
+    assert str(ladder) not in (tmp_path / "mine" / "result.json").read_text()
+    capacity, load = results.tables("mine")
+    arm = whole["blocks"]["load-0.2"]["arms"]["paged"]["figures"]["ttft_ms p50"]
+    assert (
+        f"| paged | baseline | {arm:,.4g} |" in load and "| the whole ladder | baseline |" in load
+    )
+    assert "| swap | `preemption=swap` |" in capacity
+    capsys.readouterr()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "result.json").write_text(json.dumps({**whole, "complete": False}))
+    for folder, name, said in (
+        (tmp_path / "nowhere", "a", "result.json is not there: give the --out of an ablation"),
+        (tmp_path / "half", "a", "not complete: finish it with --resume"),
+        (ladder, "a/b", "'a/b' is no name of a folder"),
+    ):
+        assert results.main([str(folder), name]) == 2
+        assert said in capsys.readouterr().err
+    assert results.names() == ["half", "mine"]
+
+
+def test_what_is_kept_says_in_markdown_what_it_says_in_json():
+    assert results.names()
+    for name in results.names():
+        path = results.RESULTS / name
+        assert (path / "result.md").read_text() == markdown.text(results.result(name))
+        assert sum(file.stat().st_size for file in path.iterdir()) < 1 << 18
 
 
 def test_the_markdown_has_every_section(ladder):

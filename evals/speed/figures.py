@@ -180,6 +180,8 @@ def readme_tables() -> list[str]:
 
 def speed_tables() -> list[str]:
     """Those of the README beside this module, in its order."""
+    from evals.speed import results  # whose Markdown is made of this module's tables
+
     others = {name: [record(file) for file in files] for name, files in OTHER_STEPS.items()}
     occupancy = {"preemptions": ".0f", "recomputed tokens": ".0f", "steps": ".0f"}
     long_context = {kv: [record(file)] for kv, file in LONG_CONTEXT.items()}
@@ -197,6 +199,7 @@ def speed_tables() -> list[str]:
         host_table(record(HOST_PATH)),
         bench_table({kv: {"record": file, "arm": "ours"} for kv, file in BENCH.items()}),
         *(bench_table(_duel(file), ratio=True) for file in DUELS),
+        *(text for name in results.names() for text in results.tables(name)),
     ]
 
 

@@ -1,0 +1,140 @@
+"""Studies of evals.speed.ablate that the documents show, kept small.
+
+    python -m evals.speed.results LADDER NAME
+
+keeps what is in the folder LADDER as results/NAME beside this module: result.json without what
+draws charts, describes engines and stands behind the tables, numbers to five digits, and the
+result.md that is made of it. `evals.speed.figures` makes the tables of the documents of them.
+
+Exit code 0: kept; 2: LADDER holds no complete study, or NAME is no name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+from evals import records
+from evals.speed.figures import table
+from evals.speed.ladder import markdown
+from evals.speed.ladder.findings import RATE, TTFT
+from evals.speed.ladder.study import read
+
+RESULTS = Path(__file__).with_name("results")
+_LEFT_OUT = ("charts", "engines")
+
+
+def result(name: str) -> dict[str, Any]:
+    """One that is kept, by its name."""
+    return read(RESULTS / name / "result.json")
+
+
+def names() -> list[str]:
+    return sorted(path.parent.name for path in RESULTS.glob("*/result.json"))
+
+
+def small(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A study without what its tables do not need."""
+    kept = {key: value for key, value in document.items() if key not in _LEFT_OUT}
+    kept["command"] = kept["command"].partition(" --out ")[0].replace(" --resume", "")
+    kept["arguments"] = {k: v for k, v in kept["arguments"].items() if k != "quality_data"}
+    found: dict[str, Any] = _rounded(kept)
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def keep(folder: Path, name: str) -> Path:
+    """The folder in which it lies now. Raises UserError where there is nothing to keep."""
+    path = folder / "result.json"
+    if not path.is_file():
+        raise UserError(f"{path} is not there: give the --out of an ablation")
+    document = read(path)
+    if not document.get("complete"):
+        raise UserError(f"{path} is of a study that is not complete: finish it with --resume")
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise UserError(f"'{name}' is no name of a folder: give one without slashes")
+    kept = small(document)
+    out = RESULTS / name
+    out.mkdir(parents=True, exist_ok=True)
+    records.write_text(out / "result.json", json.dumps(kept, ensure_ascii=False) + "\n")
+    records.write_text(out / "result.md", markdown.text(kept))
+    return out
+
+
+# -------- for the documents
+
+
+def load_table(found: Mapping[str, Any], load: str) -> str:
+    """Of each arm at one load TTFT p50 and what its rung did to it; last the whole ladder."""
+    block = found["blocks"][load]
+    rows = [_row(block, arm) for arm in found["ladder"] if arm["name"] in block["arms"]]
+    if (whole := block["whole"].get(TTFT)) is not None:
+        rows.append(("the whole ladder", found["ladder"][0]["name"], "", _interval(whole), "", ""))
+    share = load.removeprefix("load-")
+    head = (f"at {share}", "beside", "TTFT p50 ms", "× [95 %]", "share", "verdict")
+    return table(head, rows)
+
+
+def capacity_table(found: Mapping[str, Any]) -> str:
+    """Output tokens a second of each arm in a closed loop, and its change."""
+    arms = found["blocks"]["capacity"]["arms"]
+    rows = []
+    for arm in found["ladder"]:
+        if arm["name"] in arms:
+            change = ", ".join(f"{k}={v}" for k, v in (arm["change"] or arm["choices"]).items())
+            rows.append((arm["name"], f"`{change}`", f"{arms[arm['name']]['figures'][RATE]:,.4g}"))
+    return table(("arm", "change", "capacity, tok/s"), rows)
+
+
+def tables(name: str) -> list[str]:
+    """Those of a study that is kept: capacity, then a table a load."""
+    found = result(name)
+    loads = [block for block in found["blocks"] if block.startswith("load-")]
+    return [capacity_table(found), *(load_table(found, load) for load in loads)]
+
+
+def _row(block: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, ...]:
+    name, figures = arm["name"], block["figures"][TTFT]
+    middle = f"{block['arms'][name]['figures'][TTFT]:,.4g}"
+    if (step := figures["steps"].get(name)) is None:
+        return name, arm["before"] or "", middle, "", "", figures["refused"].get(name, "")
+    share = block.get("shares", {}).get(name)
+    part = "" if share is None else f"{share:.0%}"
+    return name, arm["before"], middle, _interval(step), part, step["verdict"]
+
+
+def _interval(found: Mapping[str, Any]) -> str:
+    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.speed.results",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="LADDER", help="--out of evals.speed.ablate")
+    parser.add_argument("name", metavar="NAME")
+    args = parser.parse_args(argv)
+    try:
+        print(keep(args.folder, args.name))
+    except UserError as error:
+        print(f"outweigh: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
