@@ -141,15 +141,26 @@ def test_a_study_is_kept_small_and_whole(ladder, tmp_path, monkeypatch, capsys):
     assert "| swap | `preemption=swap` |" in capacity
     capsys.readouterr()
     (tmp_path / "half").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "result.json").write_text('{"complete": true}')
     (tmp_path / "half" / "result.json").write_text(json.dumps({**whole, "complete": False}))
     for folder, name, said in (
         (tmp_path / "nowhere", "a", "result.json is not there: give the --out of an ablation"),
         (tmp_path / "half", "a", "not complete: finish it with --resume"),
+        (tmp_path / "other", "a", "is of no ablation"),
         (ladder, "a/b", "'a/b' is no name of a folder"),
     ):
         assert results.main([str(folder), name]) == 2
         assert said in capsys.readouterr().err
-    assert results.names() == ["half", "mine"]
+    assert results.names() == ["half", "mine", "other"]
+
+
+def test_a_study_is_kept_with_the_whole_of_its_command():
+    whole = (
+        "python -m a --load 0.5 --out 'my ladder' --rungs paged 'fusion=*' --resume --out=b -p x"
+    )
+    kept = results.small({"command": whole})["command"]
+    assert kept == "python -m a --load 0.5 --rungs paged 'fusion=*' -p x"
 
 
 def test_what_is_kept_says_in_markdown_what_it_says_in_json():

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, explained
 from evals import records
 from evals.speed.figures import table
 from evals.speed.ladder import markdown
@@ -35,16 +36,26 @@ def result(name: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
+    """Of all that are kept."""
     return sorted(path.parent.name for path in RESULTS.glob("*/result.json"))
 
 
 def small(document: Mapping[str, Any]) -> dict[str, Any]:
     """A study without what its tables do not need."""
     kept = {key: value for key, value in document.items() if key not in _LEFT_OUT}
-    kept["command"] = kept["command"].partition(" --out ")[0].replace(" --resume", "")
-    kept["arguments"] = {k: v for k, v in kept["arguments"].items() if k != "quality_data"}
+    kept["command"] = _repeatable(kept["command"])
     found: dict[str, Any] = _rounded(kept)
     return found
+
+
+def _repeatable(command: str) -> str:
+    """A command without where its results went, and without that it went on with others."""
+    words = shlex.split(command)
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if "--out" not in (before, word) and word != "--resume" and not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def _rounded(value: Any) -> Any:
@@ -61,13 +72,16 @@ def keep(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise UserError(f"{path} is not there: give the --out of an ablation")
     document = read(path)
-    if not document.get("complete"):
+    if "ladder" not in document:
+        raise UserError(f"{path} is of no ablation: give the --out of one")
+    if not document["complete"]:
         raise UserError(f"{path} is of a study that is not complete: finish it with --resume")
     if Path(name).name != name or name in ("", ".", ".."):
         raise UserError(f"'{name}' is no name of a folder: give one without slashes")
     kept = small(document)
     out = RESULTS / name
-    out.mkdir(parents=True, exist_ok=True)
+    with explained(f"{out} cannot be made", "keep results in a checkout of the project"):
+        out.mkdir(parents=True, exist_ok=True)
     records.write_text(out / "result.json", json.dumps(kept, ensure_ascii=False) + "\n")
     records.write_text(out / "result.md", markdown.text(kept))
     return out
@@ -81,20 +95,22 @@ def load_table(found: Mapping[str, Any], load: str) -> str:
     block = found["blocks"][load]
     rows = [_row(block, arm) for arm in found["ladder"] if arm["name"] in block["arms"]]
     if (whole := block["whole"].get(TTFT)) is not None:
-        rows.append(("the whole ladder", found["ladder"][0]["name"], "", _interval(whole), "", ""))
+        rows.append(
+            ("the whole ladder", found["ladder"][0]["name"], "", markdown.interval(whole), "", "")
+        )
     share = load.removeprefix("load-")
-    head = (f"at {share}", "beside", "TTFT p50 ms", "× [95 %]", "share", "verdict")
+    head = (f"at {share}", "beside", "TTFT p50 ms", "ratio [95 %]", "share", "verdict")
     return table(head, rows)
 
 
 def capacity_table(found: Mapping[str, Any]) -> str:
     """Output tokens a second of each arm in a closed loop, and its change."""
     arms = found["blocks"]["capacity"]["arms"]
-    rows = []
-    for arm in found["ladder"]:
-        if arm["name"] in arms:
-            change = ", ".join(f"{k}={v}" for k, v in (arm["change"] or arm["choices"]).items())
-            rows.append((arm["name"], f"`{change}`", f"{arms[arm['name']]['figures'][RATE]:,.4g}"))
+    rows = [
+        (arm["name"], markdown.change(arm), f"{arms[arm['name']]['figures'][RATE]:,.4g}")
+        for arm in found["ladder"]
+        if arm["name"] in arms
+    ]
     return table(("arm", "change", "capacity, tok/s"), rows)
 
 
@@ -112,11 +128,7 @@ def _row(block: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, ...]:
         return name, arm["before"] or "", middle, "", "", figures["refused"].get(name, "")
     share = block.get("shares", {}).get(name)
     part = "" if share is None else f"{share:.0%}"
-    return name, arm["before"], middle, _interval(step), part, step["verdict"]
-
-
-def _interval(found: Mapping[str, Any]) -> str:
-    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    return name, arm["before"], middle, markdown.interval(step), part, step["verdict"]
 
 
 def main(argv: Seq[str] | None = None) -> int:

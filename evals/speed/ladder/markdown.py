@@ -103,13 +103,17 @@ def sections(document: Mapping[str, Any]) -> Sections:
 def _ladder_table(document: Mapping[str, Any]) -> str:
     rows = []
     for arm in document["ladder"]:
-        change = ", ".join(f"{k}={_plain(v)}" for k, v in arm["change"].items())
-        if arm["before"] is None:
-            change = " ".join(f"{k}={_plain(v)}" for k, v in arm["choices"].items())
         below = arm["before"] or "-"
         kind = "" if arm["stays"] else "branch"
-        rows.append((arm["name"], below, f"`{change}`", kind, arm["about"]))
+        rows.append((arm["name"], below, change(arm), kind, arm["about"]))
     return table(("arm", "beside", "change", "", "what"), rows)
+
+
+def change(arm: Mapping[str, Any]) -> str:
+    """What sets an arm of a document apart from the one below it; of the first all that it is."""
+    if arm["before"] is None:
+        return f"`{' '.join(f'{k}={_plain(v)}' for k, v in arm['choices'].items())}`"
+    return f"`{', '.join(f'{k}={_plain(v)}' for k, v in arm['change'].items())}`"
 
 
 def _plain(value: Any) -> str:
