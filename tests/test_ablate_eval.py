@@ -20,7 +20,7 @@ import torch
 from core.errors import UserError
 from evals.speed import ablate, results
 from evals.speed.ablate import Ablation, main, parse
-from evals.speed.ladder import charts, markdown, report, study
+from evals.speed.ladder import charts, lossy, markdown, report, study
 from evals.speed.ladder.loads import Load
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Engines
@@ -96,7 +96,11 @@ def test_the_steps_of_a_ladder_have_intervals_and_verdicts(ladder):
 def test_what_a_lossy_rung_does_to_the_text(ladder):
     found = result_of(ladder)["quality"]["paged_int8"]
     assert found["below"] == "swap" and found["num_documents"] == 8
-    assert 0 < found["mean_kl"] < 1e-2 and found["verdict"] == "not shown"  # few positions
+    assert 0 < found["mean_kl"] < 1e-2 and found["verdict"] == "not shown"
+    finite, *others = found["findings"]
+    assert finite["metric"] == "not_finite" and finite["verdict"] == "pass"
+    assert {one["why"] for one in others} == {lossy.RANDOM}
+    assert f"- not shown: {lossy.RANDOM}" in (ladder / "result.md").read_text()
 
 
 def test_where_the_ttft_of_a_lone_prompt_goes(ladder):
@@ -133,7 +137,8 @@ def test_a_study_is_kept_small_and_whole(ladder, tmp_path, monkeypatch, capsys):
     kept, whole = results.result("mine"), result_of(ladder)
     assert set(whole) - set(kept) == {"charts", "engines"}
     assert str(ladder) not in (tmp_path / "mine" / "result.json").read_text()
-    capacity, load = results.tables("mine")
+    capacity, load, left_out = results.tables("mine")
+    assert left_out.startswith("| rung | TTFT p50, top over top without it |")
     arm = whole["blocks"]["load-0.2"]["arms"]["paged"]["figures"]["ttft_ms p50"]
     assert (
         f"| paged | baseline | {arm:,.4g} |" in load and "| the whole ladder | baseline |" in load
@@ -245,8 +250,11 @@ def test_ctrl_c_writes_what_there_is(tmp_path, monkeypatch, capsys):
     assert sum(arm["num_runs"] for arm in found["blocks"]["load-0.2"]["arms"].values()) == 3
     assert "Not complete" in (tmp_path / "report.html").read_text()
     monkeypatch.undo()
+    before_s = found["seconds"] + 1000  # as if it had taken long
+    (tmp_path / "result.json").write_text(json.dumps({**found, "seconds": before_s}))
     assert main([*argv, "--resume"]) == 0
-    assert result_of(tmp_path)["complete"]
+    found = result_of(tmp_path)
+    assert found["complete"] and found["seconds"] > before_s
 
 
 def test_an_arm_of_ones_own_and_the_ends(tmp_path):

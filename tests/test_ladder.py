@@ -415,7 +415,7 @@ def test_what_was_expected_was_measured(planted, tmp_path):
 
 def test_the_largest_are_left_out_where_that_means_something(planted):
     result = planted[1]["blocks"]["leave-one-out"]
-    assert result["names"] == ["paged_int8", "fusion=onednn"]
+    assert [pair["name"] for pair in result["pairs"]] == ["paged_int8", "fusion=onednn"]
     assert result["refused"]["without paged"].startswith("a rung above it sets the same variable")
     # On the baseline INT8 would bring the blocks of `paged` along, which is no change of one.
     why = "it would be another change, since 'baseline' has another kv"
@@ -484,16 +484,18 @@ def test_an_arm_that_falls_behind_has_no_verdict(tmp_path):
     assert "aging" not in found["steps"] and "paged" in found["steps"]
 
 
-def test_a_control_that_moved_voids_the_verdicts(tmp_path):
+def test_a_control_that_moved_voids_the_verdicts_that_it_may_explain(tmp_path):
     class Moved(Planted):
         def measure(self, arm, load, **place):
             run = super().measure(arm, load, **place)
             if arm.name.endswith(" again"):
-                run["figures"][TTFT] *= 1.2
+                run["figures"][TTFT] *= 1.4
             return run
 
     document = finished(tmp_path, Moved(plain_ms), num_left_out=0)
-    assert set(said(document, "load-0.5").values()) == {"inconclusive"}
+    found = said(document, "load-0.5")
+    assert found.pop("paged") == "faster"  # by half, and the control moved by 1.4
+    assert set(found.values()) == {"inconclusive"}
     assert set(said(document, "capacity", "output_throughput").values()) > {"faster"}
 
 
@@ -549,6 +551,25 @@ def test_what_there_is_of_an_interrupted_block_is_in_the_document(tmp_path):
     block = climb.document["blocks"]["load-0.5"]
     assert block["arms"]["aging"]["num_runs"] in (5, 6)
     assert block["figures"][TTFT]["steps"]["paged"]["verdict"] == "faster"
+
+
+def test_wherever_a_study_is_interrupted_there_is_a_page_of_it(tmp_path):
+    runner = Planted(plain_ms)
+    whole = finished(tmp_path / "whole", runner, rounds=4)
+    rows = {"ladder": [], "left_out": {}}
+    titles = [title for title, _ in markdown.sections({**whole, **rows})]
+    starts = [0]  # of blocks, counted in runs
+    for _, group in itertools.groupby(runner.log, lambda run: run[0].rsplit(" ", 1)[0]):
+        starts.append(starts[-1] + len(list(group)))
+    assert len(starts) == 1 + len(whole["blocks"])
+    for i, start in enumerate(starts[:-1]):
+        stopped = Planted(plain_ms, stop_after=start + 1)
+        climb, _, _ = study(tmp_path / str(i), stopped, rounds=4)
+        with pytest.raises(KeyboardInterrupt):
+            list(climb.run())
+        assert len(climb.document["blocks"]) == i + 1
+        made = [title for title, parts in markdown.sections({**climb.document, **rows}) if parts]
+        assert made == titles[: len(made)]
 
 
 def test_a_folder_holds_the_runs_of_one_study(tmp_path):

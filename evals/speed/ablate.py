@@ -43,7 +43,7 @@ from evals.speed.ladder.phases import Climb, Plan, checked
 from evals.speed.ladder.progress import Bar
 from evals.speed.ladder.runner import Common, Engines
 from evals.speed.ladder.split import split
-from evals.speed.ladder.study import Store, Timetable, study_in
+from evals.speed.ladder.study import Store, Timetable, read, study_in
 from evals.speed.replication import DEFAULT_PAIRS
 
 # What is left open, on a CPU and on CUDA. A CPU's are for the embedded model.
@@ -152,15 +152,22 @@ class Ablation:
         store = Store(args.out, self.about(), resume=args.resume)
         expected = self.plan.expected()
         bar.begin(sum(num for *_, num in expected) * args.rounds)
-        begun = time.monotonic()
+        begun = time.monotonic() - seconds_in(args.out)
         with closing(self.engines(bar)) as engines:
             timetable = Timetable(args.rounds, args.seed, args.question, bar.run)
             climb = Climb(self.plan, engines, store, timetable)
-            document = {**self._head(), **climb.document}
+
+            def known() -> dict[str, Any]:
+                reports = store.reports(engines.reports)
+                seconds = time.monotonic() - begun
+                return {
+                    **self._head(), **climb.document, "engines": reports, "seconds": seconds
+                }  # fmt: skip
+
+            document = known()
             try:
                 for _ in climb.run():
-                    found = {**climb.document, "engines": store.reports(engines.reports)}
-                    document = {**self._head(), **found}
+                    document = known()
                     yield document
                 document["quality"] = checked(
                     self.ladder,
@@ -175,8 +182,7 @@ class Ablation:
                 )
                 document |= {"complete": True, "seconds": time.monotonic() - begun}
             except KeyboardInterrupt:
-                found = {**climb.document, "engines": store.reports(engines.reports)}
-                yield {**document, **found, "complete": False}
+                yield {**document, **known()}
                 raise
             yield document
 
@@ -378,6 +384,12 @@ def refuse_shared(base: Mapping[str, Any]) -> None:
     if clash := [name for name in base if name in SHARED]:
         option = "-p" if clash[0] == "plugins" else f"--{clash[0].replace('_', '-')}"
         raise UserError(f"--base sets {clash[0]}, which all arms share: give {option} instead")
+
+
+def seconds_in(out: Path) -> float:
+    """How long a study in that folder has taken so far, which another command goes on with."""
+    path = out / "result.json"
+    return float(read(path).get("seconds") or 0.0) if path.is_file() else 0.0
 
 
 def check_out(out: Path, *, is_needed: bool) -> None:

@@ -104,28 +104,34 @@ def load_table(found: Mapping[str, Any], load: str) -> str:
 
 
 def capacity_table(found: Mapping[str, Any]) -> str:
-    """Output tokens a second of each arm in a closed loop, and its change."""
+    """Output tokens a second of each arm in a closed loop, and its change; all that it is where
+    the arm below it was not measured."""
     arms = found["blocks"]["capacity"]["arms"]
-    rows = [
-        (arm["name"], markdown.change(arm), f"{arms[arm['name']]['figures'][RATE]:,.4g}")
-        for arm in found["ladder"]
-        if arm["name"] in arms
-    ]
+    rows = []
+    for arm in found["ladder"]:
+        if (name := arm["name"]) in arms:
+            known = arm if arm["before"] in arms else {**arm, "before": None}
+            rows.append((name, markdown.change(known), f"{arms[name]['figures'][RATE]:,.4g}"))
     return table(("arm", "change", "capacity, tok/s"), rows)
 
 
 def tables(name: str) -> list[str]:
-    """Those of a study that is kept: capacity, then a table a load."""
+    """Those of a study that is kept: capacity, a table a load, and what was left out."""
     found = result(name)
-    loads = [block for block in found["blocks"] if block.startswith("load-")]
-    return [capacity_table(found), *(load_table(found, load) for load in loads)]
+    blocks = found["blocks"]
+    made = [capacity_table(found)]
+    made += [load_table(found, load) for load in blocks if load.startswith("load-")]
+    if "leave-one-out" in blocks:
+        made.append(markdown.left_out(blocks["leave-one-out"])[0])
+    return made
 
 
 def _row(block: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, ...]:
     name, figures = arm["name"], block["figures"][TTFT]
     middle = f"{block['arms'][name]['figures'][TTFT]:,.4g}"
     if (step := figures["steps"].get(name)) is None:
-        return name, arm["before"] or "", middle, "", "", figures["refused"].get(name, "")
+        before = arm["before"] if arm["before"] in block["arms"] else ""
+        return name, before, middle, "", "", figures["refused"].get(name, "")
     share = block.get("shares", {}).get(name)
     part = "" if share is None else f"{share:.0%}"
     return name, arm["before"], middle, markdown.interval(step), part, step["verdict"]

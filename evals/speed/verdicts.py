@@ -2,7 +2,8 @@
 
 The rule, for each step, by its 95 % interval and the p of its t-test:
 
-1. the control (the base measured twice) moved: inconclusive, for every step of the study;
+1. the control (the base measured twice) moved: inconclusive, for every step of the study whose
+   interval is not farther from 1 than that of the control reaches;
 2. the interval lies within 1/1.03 .. 1.03: no change. That is two one-sided tests at 2.5 % each; an
    effect that is there but smaller than the margin is no change too, and its sentence says so;
 3. p, corrected for the number of steps, is below 0.05: faster or slower;
@@ -70,6 +71,13 @@ def has_moved(control: Ratio, margin: float = MARGIN) -> NDArray[np.bool_]:
     return (gap > control.error) & ~control.is_inside(margin)
 
 
+def is_beyond(steps: Ratio, control: Ratio) -> NDArray[np.bool_]:
+    """Whether the intervals of `steps` [..., steps] are farther from 1, on either side, than that
+    of their `control` [...] reaches: what made the base differ from itself explains less."""
+    reach = np.abs(control.log_mean) + control.half
+    return np.asarray(np.abs(steps.log_mean) - steps.half > reach[..., None])
+
+
 def decide(
     steps: Ratio, control: Ratio, *, margin: float = MARGIN, more_is_better: bool = False
 ) -> NDArray[np.str_]:
@@ -77,7 +85,8 @@ def decide(
     words = get_args(Said)
     is_better = (steps.log_mean > 0) == more_is_better
     is_sure = holm(steps.p_equal) < 1 - CONFIDENCE
-    cases = [has_moved(control, margin)[..., None], steps.is_inside(margin), is_sure & is_better]
+    is_void = has_moved(control, margin)[..., None] & ~(is_sure & is_beyond(steps, control))
+    cases = [is_void, steps.is_inside(margin), is_sure & is_better]
     shape = steps.log_mean.shape
     chosen = np.select([np.broadcast_to(c, shape) for c in [*cases, is_sure]], [3, 2, 0, 1], 3)
     said: NDArray[np.str_] = np.array(words)[chosen]
@@ -98,11 +107,10 @@ def judged(
     """
     table = stacked(steps.values())
     said = decide(table, control, margin=margin, more_is_better=more_is_better)
-    is_void = bool(has_moved(control, margin))
+    moved = bool(has_moved(control, margin))
     findings = []
     for i, (name, step) in enumerate(steps.items()):
         word, p = said[i].item(), float(holm(table.p_equal)[i])
-        why = _why(step, p, word, margin, len(steps))
         findings.append(
             Finding(
                 name=name,
@@ -113,7 +121,7 @@ def judged(
                 p_equal=p,
                 p_outside=float(step.p_outside(margin)),
                 verdict=word,
-                sentence=_void(control) if is_void else f"{word}: {_numbers(step)}, {why}",
+                sentence=_sentence(step, p, word, margin, len(steps), control if moved else None),
             )
         )
     return findings
@@ -140,6 +148,19 @@ def _numbers(ratio: Ratio) -> str:
     return f"{ratio.ratio:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}] (n = {ratio.num_units})"
 
 
+def _sentence(
+    step: Ratio, p: float, said: Said, margin: float, num_steps: int, moved: Ratio | None
+) -> str:
+    """`moved` is the control where it has."""
+    if moved is not None and said == "inconclusive":
+        advice = "find out why and measure again"
+        return f"inconclusive: the control moved, {_numbers(moved)}; {advice}"
+    whole = f"{said}: {_numbers(step)}, {_why(step, p, said, margin, num_steps)}"
+    if moved is not None:
+        whole += f", and more than the control moved, {_numbers(moved)}"
+    return whole
+
+
 def _why(step: Ratio, p: float, said: Said, margin: float, num_steps: int) -> str:
     excludes = float(step.p_equal) < 1 - CONFIDENCE
     if said == "no change":
@@ -149,7 +170,3 @@ def _why(step: Ratio, p: float, said: Said, margin: float, num_steps: int) -> st
     if excludes:
         return f"which excludes 1, but not over {num_steps} steps (p = {p:.2g}); measure more pairs"
     return f"which is neither apart from 1 nor within {margin:.0%}; measure more pairs"
-
-
-def _void(control: Ratio) -> str:
-    return f"inconclusive: the control moved, {_numbers(control)}; find out why and measure again"

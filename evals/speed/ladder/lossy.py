@@ -3,7 +3,8 @@
 The texts are what the arm below writes by itself (8 of them, seeded, at temperature 1), so that any
 model has some without a network; or those of `--quality-data`. The verdict is that of
 `evals.quality`: *pass*, *fail* or *not shown*, by the intervals over documents. Drift, which shows
-from 1,024 positions on, is asked of longer texts only.
+from 1,024 positions on, is asked of longer texts only. Of random weights only what is not finite
+speaks: the limits are of models that have learnt what comes next.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from evals.speed.ladder.runner import Engines
 
 NUM_TEXTS, DRIFT_FROM = 8, 1024
+RANDOM = "the weights are random, and no limit is of such: give a --model that has learnt"
 NUM_TOKENS = 272  # of each text: 2,168 positions, of which evals.quality asks for 2,048
 
 
@@ -50,6 +52,10 @@ def check(engines: Engines, below: Arm, arm: Arm, data: Seq[str], seed: int) -> 
         values = {name: value for name, value in limits.values.items() if name != "drift"}
         limits = limits._replace(values=values)
     findings = judge(found, numbers, limits, seed)
+    if base.config.model.startswith("random:"):
+        findings = [finding if finding.metric == "not_finite"
+                    else finding._replace(verdict="not shown", why=RANDOM)
+                    for finding in findings]  # fmt: skip
     names = ("num_documents", "num_positions", "mean_kl", "mean_kl_interval", "top1",
              "top1_interval", "delta_nats", "delta_nats_interval")  # fmt: skip
     return {

@@ -90,9 +90,9 @@ def sections(document: Mapping[str, Any]) -> Sections:
         if names := [name for name in blocks if name.startswith(f"{kind}--")]:
             yield title, _side(document, names)
     if "leave-one-out" in blocks:
-        yield "Left out of the whole ladder, one at a time", _left_out(blocks["leave-one-out"])
+        yield "Left out of the whole ladder, one at a time", left_out(blocks["leave-one-out"])
     if document.get("quality"):
-        yield "What lossy rungs do to the text", [_quality(document["quality"])]
+        yield "What lossy rungs do to the text", _quality(document["quality"])
     if document.get("split"):
         yield "Where the TTFT of a lone prompt goes", _split(document["split"])
 
@@ -231,13 +231,14 @@ def _side_rows(result: Mapping[str, Any], figure: str) -> Iterator[Seq[str]]:
                step["verdict"])  # fmt: skip
 
 
-def _left_out(result: Mapping[str, Any]) -> list[str]:
+def left_out(result: Mapping[str, Any]) -> list[str]:
+    """A row a rung that was taken out of the whole ladder, and what could not be measured."""
     if "figures" not in result:
         return [f"- not measured, `{arm}`: {why}" for arm, why in result["refused"].items()]
     found = result["figures"][TTFT]
     joint = result.get("interactions", {})
     rows = []
-    for name in result["names"]:
+    for name in (pair["name"] for pair in result["pairs"]):
         step, pair = found["steps"].get(name), joint.get(name)
         rows.append((
             name,
@@ -256,7 +257,8 @@ def _left_out(result: Mapping[str, Any]) -> list[str]:
 # -------- text, and time
 
 
-def _quality(found: Mapping[str, Any]) -> str:
+def _quality(found: Mapping[str, Any]) -> list[str]:
+    """A row a rung, and why those that are open are."""
     head = ("rung", "beside", "mean KL [95 %]", "same top-1 [95 %]", "loss", "positions", "verdict")
     rows = []
     for name, one in found.items():
@@ -270,7 +272,16 @@ def _quality(found: Mapping[str, Any]) -> str:
             f"{one['top1']:.2%} [{top[0]:.2%}, {top[1]:.2%}]",
             f"{one['delta_nats']:+.1e}", f"{one['num_positions']:,}", one["verdict"],
         ))  # fmt: skip
-    return table(head, rows)
+    reasons = dict.fromkeys(why for one in found.values() if (why := _why_not_shown(one)))
+    return [table(head, rows), *(f"- not shown: {why}" for why in reasons)]
+
+
+def _why_not_shown(one: Mapping[str, Any]) -> str:
+    """The first reason of the findings that leave a rung open."""
+    if one["verdict"] != "not shown":
+        return ""
+    findings = one.get("findings", [])
+    return next((f["why"] for f in findings if f["verdict"] == "not shown"), "")
 
 
 def _split(found: Mapping[str, Any]) -> list[str]:

@@ -252,12 +252,11 @@ class Climb:
         rate = plan.shares[0] * self.capacity[base.name]
         refused |= self._refused([top], rate)
         if top.name in refused or not names:
-            self.document["blocks"]["leave-one-out"] = {"refused": refused, "names": names}
+            self.document["blocks"]["leave-one-out"] = {"refused": refused}
             return
         runs = self._block(block("leave-one-out", Load("poisson", rate), arms, pairs), refused)
         found = findings.joint(runs, names, base.name, top.name, self._timetable)
         result = self.document["blocks"]["leave-one-out"]
-        result["names"] = names
         result["interactions"] = {finding.name: finding._asdict() for finding in found}
 
 
