@@ -1,9 +1,9 @@
 """`triton`: the memory-bound spans of the decoder, and the sampler, as one Triton kernel each.
 
 A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
-4. In small decode steps the products of small weights are a matter of latency too, and have kernels
-of their own: for one row with the norm in front and the addition behind, for up to 16 rows alone,
-for up to 64 with the addition and the norm behind where K is shared out.
+4. In small steps the products of small weights are a matter of latency too, and have kernels of
+their own: for one row with the norm in front and the addition behind, for up to 16 rows alone, for
+up to 64 tokens, and where K is shared out for up to 256, with the addition and the norm behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.errors import UserError
 from core.seams import Span
+from plugins.device_limits import shared_bytes
 from plugins.fusion.options import SpanOptions
 
 if TYPE_CHECKING:
@@ -68,6 +69,21 @@ def _tile_rows(weight: str) -> Callable[..., bool]:
     return _rows(MAX_FEW_ROWS + 1, MAX_TILE_ROWS, weight)
 
 
+def _shared_rows(weight: str) -> Callable[..., bool]:
+    """As `_tile_rows`, and more rows of a product that is shared out along K."""
+
+    def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+        from plugins.fusion.kernels.one_tile import suits_tall
+
+        if num_tokens <= MAX_TILE_ROWS:
+            return _tile_rows(weight)(num_tokens, facts, sink)
+        n = facts.hidden_size
+        is_small = _rows(1, num_tokens, weight)(num_tokens, facts, sink)
+        return is_small and suits_tall(num_tokens, n, _num_elements(facts, weight) // n)
+
+    return is_wanted
+
+
 def _num_elements(facts: ModelFacts, weight: str) -> int:
     hidden, q, kv = facts.hidden_size, facts.num_heads, facts.num_kv_heads
     return (
@@ -99,22 +115,8 @@ def _tile_spans() -> tuple[Span, ...]:
     return (
         Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tile_rows("qkv")),
         Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act_tile, _tile_rows("gate_up")),
-        *(Span("linear_add_norm", nodes, run, _tile_rows(of), 1) for nodes, run, of in with_norm),
+        *(Span("linear_add_norm", nodes, run, _shared_rows(of), 1) for nodes, run, of in with_norm),
     )
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether a program can have the shared memory that a tile of 64 rows takes."""
-    import torch
-
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True  # in the interpreter there is room, and where there is no device nothing is run
-    from triton.runtime import driver
-
-    from plugins.fusion.kernels.one_tile import SHARED_BYTES
-
-    utils: Any = driver.active.utils
-    return bool(utils.get_device_properties(device.index or 0)["max_shared_mem"] >= SHARED_BYTES)
 
 
 class TritonFusion:
@@ -137,6 +139,7 @@ class TritonFusion:
                 "choose --fusion none"
             )
         from plugins.fusion.kernels import runs
+        from plugins.fusion.kernels.one_tile import SHARED_BYTES
 
         offered = (
             Span("embed_norm", ("embed", "attn_norm"), runs.embed_norm, _always, 2),
@@ -166,7 +169,7 @@ class TritonFusion:
             Span("linear", ("o_proj",), runs.o_proj, _few_rows("o")),
             Span("linear", ("down",), runs.down, _few_rows("down")),
             Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows("gate_up")),
-            *(_tile_spans() if _has_room(device) else ()),
+            *(_tile_spans() if shared_bytes(device) >= SHARED_BYTES else ()),
             Span("sample", ("sample",), runs.sample, _always),
         )
         return self.config.chosen(offered)

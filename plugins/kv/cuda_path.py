@@ -1,4 +1,5 @@
-"""The device half on CUDA: kernels for what is stored, cuDNN for a prompt that sees only itself.
+"""The device half on CUDA: kernels for what is stored and for short prompts, cuDNN for a longer one
+that sees only itself.
 
 A whole chunk behind a prefix (plugins.kv.cudnn.is_whole) takes cuDNN too, where it serves the model
 (bfloat16 or float16, head_dim a multiple of 8 up to 128; else, and at other lengths, the kernels):
@@ -23,10 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from core.errors import UserError
 from plugins.kv import cudnn
 from plugins.kv.kernels.decode import decode_attention
+from plugins.kv.kernels.fresh import MAX_FRESH_TOKENS, fresh_attention
 from plugins.kv.kernels.limits import refusal
 from plugins.kv.kernels.prefill import prefill_attention
 from plugins.kv.kernels.prefix import gather_prefix, merge_parts
 from plugins.kv.kernels.slot_map import fill_slot_map
+from plugins.kv.kernels.splits import MAX_ARRIVALS
 from plugins.kv.kernels.tiles import fill_tiles, max_tiles, tiles_shape
 from plugins.kv.kernels.write import write_kv
 
@@ -60,6 +63,7 @@ class CudaPath:
         assert storage.fresh is not None
         self._scale = facts.softmax_scale
         self._storage, self._fresh = storage, storage.fresh
+        self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=storage.k.device)
 
     def metadata(self, limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
         """The tiles of prefill attention, planned on the host."""
@@ -100,6 +104,8 @@ class CudaPath:
     def _attend_fresh(self, q: Tensor) -> Tensor:
         """Rows beyond the prompt are padding; being causal, no real row sees them."""
         k, v = self._fresh_tokens(len(q))
+        if len(q) <= MAX_FRESH_TOKENS:
+            return fresh_attention(q, k, v, scale=self._scale).flatten(1)
         with sdpa_kernel(_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None],
@@ -141,6 +147,7 @@ class CudaPath:
             scale=self._scale,
             num_rows=batch.shape.num_seqs,
             out=out,
+            arrivals=self._arrivals,
         )
 
     def _prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:

@@ -57,6 +57,7 @@ class Int8CudaPath(CudaPath):
             scale=self._scale,
             num_rows=batch.shape.num_seqs,
             out=out,
+            arrivals=self._arrivals,
         )
 
     def _prefill(self, layer: int, q: Tensor, batch: Batch, out: Tensor) -> None:

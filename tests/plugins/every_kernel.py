@@ -117,13 +117,14 @@ def floats(place: Place, *shape: int) -> torch.Tensor:
 
 # Query heads, KV heads, head_dim, block size: blocks that tiles hold, that hold tiles, neither.
 SHAPES = [(7, 1, 64, 16), (4, 2, 128, 5), (7, 1, 80, 128), (4, 2, 128, None)]
-NUM_SPLITS = [(1, 3), (3,), (3,), (3,)]  # for each
+NUM_SPLITS = [(1, 3), (2,), (3,), (3,)]  # for each
 
 
 def attention(place: Place) -> None:
     for shape, splits in zip(SHAPES, NUM_SPLITS, strict=True):
         decode(place, shape, splits)
         prefill(place, shape)
+        fresh(place, shape)
         prefix(place, shape)
 
 
@@ -155,9 +156,22 @@ def decode(place: Place, shape: tuple[int, int, int, int | None], splits: Iterab
     context, launch = cached(place, shape, [1, 129, 0, 70, 9, 16])
     q = randn(place, 6, shape[0] + 1, shape[2])[:, 1:]  # strided over tokens
     rest = (context.lengths, ints(place, [4]))
+    arrivals = torch.zeros(64, dtype=torch.int32, device=place[0])
     for num_splits in splits:
-        options = {"num_rows": 6, "num_splits": num_splits}
+        options = {"num_rows": 6, "num_splits": num_splits, "arrivals": arrivals}
         launch(decode_attention, decode_int8, q, *rest, **options)
+    assert not arrivals.any()
+
+
+def fresh(place: Place, shape: tuple[int, int, int, int | None]) -> None:
+    """Less than a tile, and a part of one behind another."""
+    from plugins.kv.kernels.fresh import fresh_attention
+
+    num_heads, num_kv_heads, head_dim, _ = shape
+    for num_tokens in (3, 200):
+        q = randn(place, num_tokens, num_heads + 1, head_dim)[:, 1:]
+        k, v = (randn(place, num_tokens, num_kv_heads, head_dim) for _ in "kv")
+        fresh_attention(q, k, v, scale=head_dim**-0.5)
 
 
 def prefill(place: Place, shape: tuple[int, int, int, int | None]) -> None:
@@ -304,8 +318,9 @@ def products(place: Place) -> None:
             given = x, weights[kind == "act"], bias if kind == "bias" else None
             few_rows(*given, act=kind == "act")
             one_tile(*given, act=kind == "act")
-        parts = one_tile_parts(randn(place, 20, k + 16)[:, :k], weights[False])
-        add_parts_norm(randn(place, 20, n), parts, randn(place, n), 1e-6)
+        for num_rows in (20, 130):
+            parts = one_tile_parts(randn(place, num_rows, k + 16)[:, :k], weights[False])
+            add_parts_norm(randn(place, num_rows, n), parts, randn(place, n), 1e-6)
 
 
 def sampler(place: Place) -> None:

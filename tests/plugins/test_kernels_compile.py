@@ -143,7 +143,7 @@ def test_decode(launches, tmp_path, shape, num_rows):
     from plugins.kv.kernels.decode import decode_attention
 
     *given, static = attention(shape, num_rows)
-    decode_attention(*given, ints(256), ints(1), num_rows=num_rows, **static)
+    decode_attention(*given, ints(256), ints(1), num_rows=num_rows, arrivals=ints(512), **static)
     kernels = compile_all(launches, tmp_path)
     assert ("_merge_kernel" in kernels) == (num_rows == 1), "256 rows of two KV heads are one wave"
     decode = kernels["_decode_kernel"]
@@ -151,6 +151,36 @@ def test_decode(launches, tmp_path, shape, num_rows):
     assert 3 * (decode.shared_bytes + 1024) <= SM_SHARED_BYTES, (
         "fewer than three programs share an SM"
     )
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_decode_where_the_last_program_merges(launches, tmp_path, shape):
+    """One arrival a program, and parts that are read past L1."""
+    from plugins.kv.kernels.decode import decode_attention
+
+    *given, static = attention(shape, 8)
+    options = {**static, "arrivals": ints(512), "num_splits": 13}
+    decode_attention(*given, ints(256), ints(1), num_rows=8, **options)
+    (decode,) = compile_all(launches, tmp_path).values()
+    assert two_stages_ahead(decode.ptx)
+    assert 3 * (decode.shared_bytes + 1024) <= SM_SHARED_BYTES
+    _, _, behind = decode.ptx.partition("atom.global.gpu.acq_rel.add")
+    assert "ld.global.cg" in behind and "ld.global.cg" not in decode.ptx[: -len(behind)]
+    assert "atom" not in behind
+
+
+@pytest.mark.parametrize("num_tokens", [128, 512])
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_fresh(launches, tmp_path, shape, num_tokens):
+    from plugins.kv.kernels.fresh import fresh_attention
+
+    num_heads, num_kv_heads, head_dim, _ = shape
+    k = empty(num_tokens, num_kv_heads, head_dim)
+    fresh_attention(empty(num_tokens, num_heads, head_dim), k, k, scale=1.0)
+    (fresh,) = compile_all(launches, tmp_path).values()
+    assert "wgmma.mma_async" in fresh.ptx and "griddepcontrol.wait" in fresh.ptx
+    assert fresh.shared_bytes <= SHARED_BYTES
+    assert "cp.async.cg" in fresh.ptx
 
 
 @pytest.mark.parametrize("shape", MODELS, ids=str)
@@ -188,15 +218,18 @@ def int8_attention(shape, num_tokens, dtype=torch.bfloat16):
     return q, factor, codes, (scale, scale), ints(257, 300), ints(256), static
 
 
-@pytest.mark.parametrize("num_rows", [1, 256])
+@pytest.mark.parametrize("num_rows", [1, 8, 256])
 @pytest.mark.parametrize("shape", INT8_MODELS, ids=str)
 def test_decode_int8(launches, tmp_path, shape, num_rows):
     """Keys meet queries as INT8; no byte is loaded alone, neither from memory nor from shared."""
     from plugins.kv.kernels.decode_int8 import decode_int8
 
     *given, static = int8_attention(shape, num_rows)
+    if num_rows == 8:
+        static |= {"arrivals": ints(512), "num_splits": 13}
     decode_int8(*given, ints(256), ints(1), num_rows=num_rows, **static)
     decode = compile_all(launches, tmp_path)["_decode_int8_kernel"]
+    assert ("atom.global.gpu.acq_rel.add" in decode.ptx) == (num_rows == 8)
     assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in decode.ptx
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in decode.ptx
     assert "ld.shared.b8" not in decode.ptx and "ld.shared.u8" not in decode.ptx
@@ -398,6 +431,9 @@ def test_one_tile(launches, tmp_path, widths):
     one_tile(x, empty(2 * inner, hidden), act=True)
     one_tile_parts(empty(64, query), empty(hidden, query))
     one_tile_parts(empty(64, inner), empty(hidden, inner))
+    for num_rows in (128, 256):
+        one_tile_parts(empty(num_rows, query), empty(hidden, query))
+        one_tile_parts(empty(num_rows, inner), empty(hidden, inner))
     for kernel in [compile_launch(launch, tmp_path) for launch in launches]:
         print(f"{kernel.name}: {kernel.num_registers} registers, {kernel.shared_bytes} B shared")
         assert kernel.stack_bytes == 0 and kernel.shared_bytes <= SHARED_BYTES

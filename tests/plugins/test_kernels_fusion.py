@@ -174,7 +174,7 @@ def test_one_tile(place, shape, num_rows, kind):
 
 
 @pytest.mark.parametrize(
-    ("place", "shape", "num_rows"), every_pair(PLACES, PRODUCTS, [17, 64]), ids=str
+    ("place", "shape", "num_rows"), every_pair(PLACES, PRODUCTS, [17, 64, 65, 200]), ids=str
 )
 def test_one_tile_parts(place, shape, num_rows):
     """Float32 before anything is rounded: off by the order of sums alone."""
@@ -184,7 +184,8 @@ def test_one_tile_parts(place, shape, num_rows):
     x, weight = randn(place, num_rows, k + 8)[:, :k], weights(place, n, k)
     parts = one_tile_parts(x, weight)
     assert parts.dtype == torch.float32 and 1 <= len(parts) <= 4
-    assert (len(parts) > 1) == (k > 256)
+    assert (len(parts) > 1) == (k > (256 if num_rows <= 64 else 128))
+    assert num_rows <= 128 or len(parts) <= 2
     wanted = one_tile_parts_reference(*on_a_cpu((x, weight)))
     tolerance = parity.SPAN[torch.float32]
     found = parts.double().sum(0).cpu()
@@ -481,19 +482,23 @@ def covered_by(chain, facts, sink, place, num_tokens):
 
 
 MANY = "qkv_proj qk_rope_write attention o_proj add_norm gate_up act_mul down add_norm"
+TALL = "qkv_proj qk_rope_write attention linear_add_norm gate_up act_mul linear_add_norm"
 TILE = "linear qk_rope_write attention linear_add_norm linear_act linear_add_norm"
 FEW = "linear qk_rope_write attention linear add_norm linear_act linear add_norm"
 ONE = "norm_linear qk_rope_write attention linear_add norm_linear linear_add"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 256, 257])
 def test_small_steps_have_kernels_for_products(place, num_tokens):
     """The first layer's norm goes with the embedding; the last addition of one row with a product,
-    and the final norm is alone then. Not in float32."""
+    and the final norm is alone then. From 65 tokens on only products that are shared out have one.
+    Not in float32."""
     facts, sink, chain, _ = tiny(place, qk_norm=True)
     found = [op.name for op in covered_by(chain, facts, sink, place, num_tokens)]
-    if num_tokens == 65 or place[1] == torch.float32:
+    if num_tokens == 257 or place[1] == torch.float32:
         assert found == ["embed_norm", *MANY.split() * 2, "lm_head"]
+    elif num_tokens > 64:
+        assert found == ["embed_norm", *TALL.split() * 2, "lm_head"]
     elif num_tokens > 16:
         assert found == ["embed_norm", *TILE.split() * 2, "lm_head"]
     elif num_tokens > 1:
@@ -517,11 +522,25 @@ def test_products_of_large_weights_are_left_to_the_library(num_tokens):
     assert bool(found["qwen3-4b"] & products) == (num_tokens == 1)
 
 
+def test_tall_products_run_at_once():
+    """Outputs and inputs of o_proj and down of Qwen3-0.6B, Qwen2.5-0.5B, and Qwen3-1.7B."""
+    from plugins.fusion.kernels.one_tile import suits_tall
+
+    weights = [(1024, 2048), (1024, 3072), (896, 896), (896, 4864), (2048, 2048)]
+    found = {rows: [suits_tall(rows, *w) for w in weights] for rows in (64, 65, 128, 129, 256, 257)}
+    assert found[65] == found[128] == [True, True, True, True, False]
+    assert found[129] == found[256] == [True, True, True, False, False]
+    assert not any(found[64] + found[257])
+
+
 @pytest.mark.parametrize(
-    ("place", "num_tokens", "qk_norm"), every_pair(PLACES, [1, 6, 17, 65], [False, True]), ids=str
+    ("place", "num_tokens", "qk_norm"),
+    every_pair(PLACES, [1, 6, 17, 65, 257], [False, True]),
+    ids=str,
 )
 def test_the_covered_chain_computes_what_the_plain_one_does(place, num_tokens, qk_norm):
-    """17, 65: of the six tokens there are, by the kernels for one tile and for many."""
+    """17, 65, 257: of the six tokens there are, by the kernels for one tile, for a few and for
+    many."""
     facts, sink, chain, batch = tiny(place, qk_norm=qk_norm)
     if num_tokens == 1:
         for name in ("token_ids", "token_slots", "positions", "logit_rows"):

@@ -154,11 +154,15 @@ def check_decode(place, shape, num_splits, launch=None):
     )
     static = {"block_size": block_size, "scale": head_dim**-0.5}
     q = randn(place, len(lengths) + 2, num_heads + 1, head_dim)[:, 1:]  # strided over tokens
-    out = decode(cache, place, q, num_decodes, num_splits, launch, **static)
     wanted = decode_int8_reference(q, *cache, num_decodes, **static)
-    assert_close(out[:num_decodes], wanted, DECODE_TOLERANCE[place[1]])
-    assert out[num_decodes:].isnan().all(), "rows that do not decode belong to others"
-    assert (out[:num_decodes][cache.lengths[:num_decodes] == 0] == 0).all()
+    arrivals = torch.zeros(64, dtype=torch.int32, device=place[0])
+    for merging in (None, arrivals) if num_splits > 2 else (None,):
+        options = {**static, "arrivals": merging}
+        out = decode(cache, place, q, num_decodes, num_splits, launch, **options)
+        assert_close(out[:num_decodes], wanted, DECODE_TOLERANCE[place[1]])
+        assert out[num_decodes:].isnan().all(), "rows that do not decode belong to others"
+        assert (out[:num_decodes][cache.lengths[:num_decodes] == 0] == 0).all()
+    assert not arrivals.any()
 
 
 def test_decode_into_flat_output(place):

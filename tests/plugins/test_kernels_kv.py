@@ -130,15 +130,20 @@ def check_decode(place, shape, lengths, num_decodes, num_splits):
     )  # fmt: skip
     rows, static = len(lengths), {"block_size": cache.k.shape[2], "scale": head_dim**-0.5}
     q = randn(place, rows + 2, num_heads + 1, head_dim)[:, 1:]  # strided over tokens
-    out = poisoned(q.contiguous())
     given = (q, cache.k, cache.v, cache.table, cache.slots, cache.lengths)
-    decode_attention(
-        *given, ints(place, [num_decodes]), num_rows=rows, out=out, num_splits=num_splits, **static
-    )
     wanted = decode_attention_reference(*given, num_decodes, **static)
-    assert_close(out[:num_decodes], wanted, place[1])
-    assert out[num_decodes:].isnan().all(), "rows that do not decode belong to others"
-    assert (out[:num_decodes][cache.lengths[:num_decodes] == 0] == 0).all()
+    arrivals = torch.zeros(64, dtype=torch.int32, device=place[0])
+    # Merged by a kernel of its own, and by the last to come, which leaves the counts as they were.
+    for merging in (None, arrivals) if (num_splits or 1) > 2 else (None,):
+        out = poisoned(q.contiguous())
+        decode_attention(
+            *given, ints(place, [num_decodes]), num_rows=rows, out=out, num_splits=num_splits,
+            arrivals=merging, **static,
+        )  # fmt: skip
+        assert_close(out[:num_decodes], wanted, place[1])
+        assert out[num_decodes:].isnan().all(), "rows that do not decode belong to others"
+        assert (out[:num_decodes][cache.lengths[:num_decodes] == 0] == 0).all()
+    assert not arrivals.any()
 
 
 def test_decode_into_flat_output_and_in_blocks_with_gaps(place):
@@ -177,12 +182,31 @@ def test_decode_with_scores_far_apart(place):
         assert_close(out, wanted, place[1])
 
 
+def test_the_last_to_come_merges_what_is_too_much_to_hold_at_once(monkeypatch):
+    from plugins.kv.kernels import splits
+
+    monkeypatch.setattr(splits, "_ELEMENTS", 1)
+    check_decode(FEWER_PLACES[0], (6, 2, 80, 7), [90, 131, 0, 1], 4, 13)
+
+
+def test_counts_are_there_for_so_many_rows_and_some_numbers_of_splits():
+    from plugins.kv.kernels.splits import parts_of
+
+    q, arrivals = torch.empty(9, 4, 16), torch.zeros(8, dtype=torch.int32)
+    merges = [
+        parts_of(q, num_rows, 2, num_splits, arrivals).arrivals is not None
+        for num_rows, num_splits in ((4, 3), (4, 13), (4, 2), (4, 14), (5, 3), (4, 1))
+    ]
+    assert merges == [True, True, False, False, False, False]
+    assert parts_of(q, 4, 2, 3, None).arrivals is None
+
+
 def test_splits_fill_the_gpu_and_never_depend_on_lengths():
     from plugins.kv.kernels.decode import NARROW, WIDE, default_launch
 
-    found = [default_launch(rows, 8, 132) for rows in (1, 8, 32, 48, 64, 72, 256)]
-    assert [splits for splits, _ in found] == [32, 7, 2, 1, 1, 2, 1]
-    assert "".join("N" if share is NARROW else "W" for _, share in found) == "WWNWNWW"
+    found = [default_launch(rows, 8, 132) for rows in (1, 8, 12, 16, 24, 32, 48, 64, 72, 256)]
+    assert [splits for splits, _ in found] == [32, 7, 5, 3, 2, 2, 1, 1, 2, 1]
+    assert "".join("N" if share is NARROW else "W" for _, share in found) == "WWWWWNWNWW"
     assert default_launch(1, 2, 132) == (64, WIDE)
     for rows in range(2, 300):
         splits, share = default_launch(rows, 8, 132)
@@ -246,6 +270,33 @@ def test_prefill(place, shape):
     mine = slice(2, step.num_tokens)
     assert_close(out[mine], wanted[mine], place[1])
     assert out[:2].isnan().all() and out[step.num_tokens :].isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 70, 200])
+@pytest.mark.parametrize("shape", [shape[:3] for shape in SHAPES], ids=str)
+@pytest.mark.parametrize("place", FEWER_PLACES, ids=str)
+def test_fresh(place, shape, num_tokens):
+    """Behind the prompt lies what is never read, between its heads what others have."""
+    from plugins.kv.kernels.fresh import fresh_attention, fresh_attention_reference
+
+    num_heads, num_kv_heads, head_dim = shape
+    q = randn(place, num_tokens, num_heads + 1, head_dim + 16)[:, 1:, :head_dim]
+    room = [poisoned(randn(place, num_tokens + 3, num_kv_heads, head_dim)) for _ in "kv"]
+    for seed, cache in enumerate(room):
+        cache[:num_tokens] = randn(place, num_tokens, num_kv_heads, head_dim, seed=seed)
+    k, v = (cache[:num_tokens] for cache in room)
+    found = fresh_attention(q, k, v, scale=head_dim**-0.5)
+    wanted = fresh_attention_reference(q, k, v, scale=head_dim**-0.5)
+    assert found.is_contiguous() and found.dtype == place[1]
+    assert_close(found, wanted, place[1])
+
+
+def test_fewer_tiles_are_on_their_way_where_there_is_less_room():
+    from plugins.kv.kernels.fresh import _launch
+
+    stages = [_launch(512, dim, 2, room << 10).num_stages for dim, room in
+              ((128, 227), (128, 163), (64, 163), (64, 99))]  # fmt: skip
+    assert stages == [3, 2, 3, 2]
 
 
 def test_a_prompt_in_chunks_is_the_prompt_at_once(place):

@@ -1,4 +1,4 @@
-"""Products with a weight for up to 64 rows, the height of one tile of Hopper's tensor cores.
+"""Products with a weight whose programs compute one tile each: up to 64 rows, or 256 by parts.
 
 Still a matter of latency where the weight is small: a layer of Qwen3-0.6B (four products, two norms
 and an activation) takes an H200 28.0 µs at 64 rows by cuBLAS and 21.3 by these kernels, which send
@@ -7,12 +7,15 @@ missing cost nothing. Weights beyond some 20 MB are a matter of bandwidth, and c
 gate_up at 64 rows: 30.7 µs against 34.0).
 
 A product of few outputs is shared out along K too, or most of the device would idle: its parts are
-left in float32, and added up, always in the same order, by the addition and norm behind it.
+left in float32, and added up, always in the same order, by the addition and norm behind it. With
+more than 64 rows only such products are faster than cuBLAS's (o_proj and down of Qwen3-0.6B with
+addition and norm, µs: 128 rows 5.5 and 7.1 against 8.2 and 9.0, 256 rows 7.7 and 9.4 against 8.6
+and 9.9; at 384 rows they are slower).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +28,48 @@ from plugins.fusion.kernels.few_rows import activated
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TILE_M, _TILE_N = 64, 32  # rows and outputs of a program
-_MOST_PARTS = 4
+_TILE_N = 32  # outputs of a program
+_MOST_ROWS = 256  # of a product by parts
+_MOST_PROGRAMS = 132  # with more than 64 rows; a program has an SM of an H200 to itself
+_LONGEST_PART = 1536  # with more than 64 rows
 _LINE = 64  # elements of two bytes in a line of L2
 _MOST_LINES = 16  # of a row of weights, sent for ahead
-SHARED_BYTES = 144 << 10  # that a program takes
+SHARED_BYTES = 160 << 10  # that a program takes
+
+
+class Tiling(NamedTuple):
+    """Rows of a program; elements of K a step of its pipeline, and its stages; how many programs
+    share K at most."""
+
+    num_rows: int
+    chunk: int
+    stages: int
+    most_parts: int
+
+    def part(self, k: int) -> int:
+        """Elements of K a program, in whole chunks."""
+        return triton.cdiv(triton.cdiv(k, self.chunk), self.most_parts) * self.chunk
+
+
+def _tiling(num_rows: int, weight: Tensor, *, act: bool = False, by_parts: bool = False) -> Tiling:
+    """As much of K a step as SHARED_BYTES hold."""
+    tall = num_rows > 64
+    most = (128 if act or tall else 256) * 2 // weight.itemsize
+    chunk = min(most, max(16, triton.next_power_of_2(weight.shape[1])))
+    most_parts = _most_parts(num_rows) if by_parts else 1
+    return Tiling(128 if tall else 64, chunk, 4 if act or tall else 3, most_parts)
+
+
+def _most_parts(num_rows: int) -> int:
+    return 4 if num_rows <= 128 else 2
+
+
+def suits_tall(num_rows: int, n: int, k: int) -> bool:
+    """Whether a product by parts of more than 64 rows, of a weight [n, k], is for these kernels."""
+    parts = _most_parts(num_rows)
+    programs = triton.cdiv(n, _TILE_N) * triton.cdiv(num_rows, 128) * parts
+    fits = programs <= _MOST_PROGRAMS and k <= parts * _LONGEST_PART
+    return 64 < num_rows <= _MOST_ROWS and fits
 
 
 @triton.jit
@@ -41,7 +81,7 @@ def _one_tile_kernel(
 ):  # fmt: skip
     let_next_start(PDL)
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    m = tl.arange(0, TILE_M)
+    m = tl.program_id(2) * TILE_M + tl.arange(0, TILE_M)
     start = tl.program_id(1) * PART
     w_row = w_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K
     if PDL:
@@ -82,28 +122,19 @@ def _one_tile_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, act: bool, out: Tensor) -> None:
-    """`out` [..., M, N], of which every part of K, `_part(weight, most)` long, is one [M, N]."""
-    n, k, part = out.shape[-1], weight.shape[1], _part(weight, most, act)
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, act: bool, out: Tensor
+) -> None:
+    """`out` [..., M, N], of which every part of K is one [M, N]."""
+    num_rows, n, k, part = len(x), out.shape[-1], weight.shape[1], tiling.part(weight.shape[1])
     num_lines = min(_MOST_LINES, triton.next_power_of_2(triton.cdiv(part, _LINE)))
-    _one_tile_kernel[(triton.cdiv(n, _TILE_N), triton.cdiv(k, part))](
-        x, weight, weight if bias is None else bias, out, x.shape[0], x.stride(0),
-        N=n, K=k, PART=part, TILE_M=_TILE_M, TILE_N=_TILE_N, CHUNK=_chunk(weight, act),
-        STAGES=4 if act else 3, LINE=_LINE, NUM_LINES=num_lines, BIAS=bias is not None, ACT=act,
+    grid = triton.cdiv(n, _TILE_N), triton.cdiv(k, part), triton.cdiv(num_rows, tiling.num_rows)
+    _one_tile_kernel[grid](
+        x, weight, weight if bias is None else bias, out, num_rows, x.stride(0),
+        N=n, K=k, PART=part, TILE_M=tiling.num_rows, TILE_N=_TILE_N, CHUNK=tiling.chunk,
+        STAGES=tiling.stages, LINE=_LINE, NUM_LINES=num_lines, BIAS=bias is not None, ACT=act,
         num_warps=4, **early(x.device),
     )  # fmt: skip
-
-
-def _chunk(weight: Tensor, act: bool) -> int:
-    """Elements of K a step of the pipeline, as many as SHARED_BYTES hold."""
-    most = (128 if act else 256) * 2 // weight.itemsize
-    return min(most, max(16, triton.next_power_of_2(weight.shape[1])))
-
-
-def _part(weight: Tensor, most: int, act: bool = False) -> int:
-    """Elements of K a program, in whole chunks: `most` programs share K at most."""
-    chunk = _chunk(weight, act)
-    return triton.cdiv(triton.cdiv(weight.shape[1], chunk), most) * chunk
 
 
 def one_tile(
@@ -115,16 +146,17 @@ def one_tile(
     lie side by side.
     """
     out = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // (2 if act else 1))
-    _run(x_MK, weight_NK, bias_N, 1, act, out)
+    _run(x_MK, weight_NK, bias_N, _tiling(len(x_MK), weight_NK, act=act), act, out)
     return out
 
 
 def one_tile_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Float32 [parts, M, N] whose sum over parts is linear of M <= 64 rows of unit stride."""
-    n, k = weight_NK.shape
-    shape = triton.cdiv(k, _part(weight_NK, _MOST_PARTS)), x_MK.shape[0], n
+    """Float32 [parts, M, N] whose sum over parts is linear of rows of unit stride."""
+    (num_rows, k), n = x_MK.shape, len(weight_NK)
+    tiling = _tiling(num_rows, weight_NK, by_parts=True)
+    shape = triton.cdiv(k, tiling.part(k)), num_rows, n
     out = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
-    _run(x_MK, weight_NK, None, _MOST_PARTS, False, out)
+    _run(x_MK, weight_NK, None, tiling, False, out)
     return out
 
 

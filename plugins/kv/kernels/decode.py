@@ -1,4 +1,4 @@
-"""Split-KV decode attention (Flash-Decoding, 2023).
+"""Decode attention, a row's context shared out among programs where rows are few.
 
 The query heads of one KV head are the rows of one tile: keys and values are read once for all.
 """
@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.device_limits import num_sms
 from plugins.early_launch import early, let_next_start, prefetch, wait_for_previous
 from plugins.kv.kernels.limits import MAX_GROUP
 from plugins.kv.kernels.paging import block_ids, softmax_step, token_offsets
+from plugins.kv.kernels.splits import choose_num_splits, merge_if_last, parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_H200_SMS = 132
 
 
 class Residency(NamedTuple):
@@ -37,11 +37,12 @@ WIDE, NARROW = Residency(8 * 1024, 3, 3), Residency(4 * 1024, 4, 4)
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, slots_ptr, lens_ptr, num_decodes_ptr,
-    out_ptr, partial_ptr, lse_ptr, scale_log2, num_splits,
+    out_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2, num_splits,
     stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_table, stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, LINES: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    MERGES: tl.constexpr, GROUP_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0)
@@ -65,9 +66,12 @@ def _decode_kernel(
     wait_for_previous(PDL)
     if row >= num_decodes:
         return
-    if SPLIT:
-        if begin >= stop:
-            return  # the merge knows from the length which splits hold something
+    if SPLIT:  # the merge knows from the length which splits hold something
+        is_idle = begin >= stop
+        if MERGES:  # somebody has to write the zeros of a row of length 0
+            is_idle = is_idle & (split > 0)
+        if is_idle:
+            return
 
     member = tl.arange(0, TILE_M)
     dim = tl.arange(0, D_PADDED)
@@ -98,48 +102,15 @@ def _decode_kernel(
         at = (row * tl.num_programs(1) * GROUP + heads) * num_splits + split
         tl.store(partial_ptr + at[:, None] * D + dim[None, :], acc, mask=is_query)
         tl.store(lse_ptr + at, top + tl.log2(divisor), mask=member < GROUP)
+        if MERGES:
+            num_used = tl.maximum(tl.cdiv(length, tl.maximum(per_split, 1)), 1)
+            merge_if_last(
+                partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, num_used,
+                stride_out, GROUP, GROUP_PADDED, D, D_PADDED, SPLITS_PADDED, AT_ONCE,
+            )  # fmt: skip
     else:
         out_at = out_ptr + row.to(tl.int64) * stride_out + heads[:, None] * D + dim[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    partial_ptr, lse_ptr, lens_ptr, num_decodes_ptr, out_ptr, num_splits, stride_out,
-    D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, TILE_N: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    let_next_start(PDL)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    num_decodes, length = tl.load(num_decodes_ptr), tl.load(lens_ptr + row)
-    wait_for_previous(PDL)
-    if row >= num_decodes:
-        return
-    per_split = tl.cdiv(tl.cdiv(length, num_splits), TILE_N) * TILE_N
-    split = tl.arange(0, SPLITS_PADDED)
-    dim = tl.arange(0, D_PADDED)
-    is_used = split * per_split < length
-    at = (row * tl.num_programs(1) + head) * num_splits + split
-    lse = tl.load(lse_ptr + at, mask=is_used, other=float("-inf"))
-    mask = is_used[:, None] & (dim < D)[None, :]
-    partial = tl.load(partial_ptr + at[:, None] * D + dim[None, :], mask=mask, other=0.0)
-    top = tl.maximum(tl.max(lse, 0), -1e30)  # finite where no split is used, so that weights are 0
-    weights = tl.exp2(lse - top)
-    total = tl.sum(weights, 0)
-    merged = tl.sum(partial * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    out_at = out_ptr + row.to(tl.int64) * stride_out + head * D + dim
-    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=dim < D)
-
-
-def choose_num_splits(num_programs: int, num_sms: int, num_kv_heads: int, per_sm: int) -> int:
-    """Programs that share one row's context, so that there are at least `per_sm` an SM.
-
-    Without splits there are `num_programs`, one a row and KV head. Host integers alone decide,
-    never the lengths, so that a captured graph fits every step of its shape.
-    """
-    most = 32 if num_kv_heads >= 4 else 64  # a lone row of few heads needs more to reach every SM
-    return min(most, triton.cdiv(per_sm * num_sms, num_programs))
 
 
 def default_launch(num_rows: int, num_kv_heads: int, num_sms: int) -> tuple[int, Residency]:
@@ -178,6 +149,7 @@ def decode_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    arrivals: Tensor | None = None,
     num_splits: int | None = None,
 ) -> None:
     """Attention of one query a row over the first seq_lens[r] positions of its slot, into `out`.
@@ -186,7 +158,8 @@ def decode_attention(
     from the device scalar `num_decodes` int32 [1] on are left untouched; rows of length 0 below it
     become zeros. Caches are [N, K, B, D] with one stride of N and contiguous blocks; `table` int32
     [S + 1, W] names the blocks of every slot, None means that the one block of a slot is the slot.
-    `scale` multiplies q·k. Accumulates in float32.
+    `scale` multiplies q·k, `arrivals` is that of plugins.kv.kernels.splits.parts_of. Accumulates in
+    float32.
     """
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads = k_NKBD.shape[1]
@@ -194,57 +167,26 @@ def decode_attention(
     chosen, residency = default_launch(num_rows, num_kv_heads, num_sms(q_THD.device))
     num_splits = num_splits or chosen
     tile_n = _tile_n(residency.tile_elements, padded, k_NKBD.element_size())
-    partial, lse = out, out
-    if num_splits > 1:
-        shape = (num_rows, num_heads, num_splits)
-        partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=out.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+    parts = parts_of(q_THD, num_rows, num_kv_heads, num_splits, arrivals)
     _decode_kernel[(num_rows, num_kv_heads, num_splits)](
         q_THD, k_NKBD, v_NKBD, slots_R if table is None else table, slots_R, seq_lens_R,
-        num_decodes, out, partial, lse, scale * math.log2(math.e), num_splits,
+        num_decodes, out, parts.results, parts.lse, seq_lens_R if arrivals is None else arrivals,
+        scale * math.log2(math.e), num_splits,
         q_THD.stride(0), q_THD.stride(1), k_NKBD.stride(0), k_NKBD.stride(1),
         0 if table is None else table.stride(0), out.stride(0),
         GROUP=num_heads // num_kv_heads, D=head_dim, D_PADDED=padded,
         BLOCK=0 if table is None else block_size, TILE_M=MAX_GROUP, TILE_N=tile_n,
         LINES=max(1, padded * k_NKBD.element_size() // 128), SPLIT=num_splits > 1,
-        num_warps=4, num_stages=residency.num_stages, **early(out.device),
-    )  # fmt: skip
-    if num_splits > 1:
-        merge_splits(partial, lse, seq_lens_R, num_decodes, out, tile_n)
-
-
-def merge_splits(
-    partial_RHSD: Tensor,
-    lse_RHS: Tensor,
-    seq_lens_R: Tensor,
-    num_decodes: Tensor,
-    out: Tensor,
-    tile_n: int,
-) -> None:
-    """Attention of whole rows, into `out`, from float32 results and log2-sum-exps of S splits.
-
-    Splits are of whole tiles of `tile_n` positions, as even as such can be.
-    """
-    num_rows, num_heads, num_splits, head_dim = partial_RHSD.shape
-    _merge_kernel[(num_rows, num_heads)](
-        partial_RHSD, lse_RHS, seq_lens_R, num_decodes, out, num_splits, out.stride(0),
-        D=head_dim, D_PADDED=triton.next_power_of_2(head_dim),
-        SPLITS_PADDED=triton.next_power_of_2(num_splits), TILE_N=tile_n, num_warps=4,
+        **parts.constants(num_kv_heads, num_warps=4), num_stages=residency.num_stages,
         **early(out.device),
     )  # fmt: skip
+    parts.merge(seq_lens_R, num_decodes, out, tile_n)
 
 
 def _tile_n(elements: int, head_dim_padded: int, element_size: int) -> int:
     if element_size == 4:
         elements //= 4  # float32 goes without tensor cores, where wide tiles spill registers
     return max(16, min(128, elements // head_dim_padded))
-
-
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device, those of an H200 where it is none of CUDA."""
-    if device.type != "cuda":
-        return _H200_SMS  # the interpreter computes what the GPU would
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stored(

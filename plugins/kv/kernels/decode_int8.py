@@ -17,19 +17,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
+from plugins.device_limits import num_sms
 from plugins.early_launch import early, let_next_start, wait_for_previous
 from plugins.kv.int8_storage import dequantize
-from plugins.kv.kernels.decode import (
-    choose_num_splits,
-    decode_attention_reference,
-    merge_splits,
-    num_sms,
-)
+from plugins.kv.kernels.decode import decode_attention_reference
 from plugins.kv.kernels.paging import block_ids, position_offsets, token_offsets
+from plugins.kv.kernels.splits import choose_num_splits, merge_if_last, parts_of
 from plugins.kv.kernels.write_int8 import rint
 
 if TYPE_CHECKING:
@@ -39,12 +35,13 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_int8_kernel(
     q_ptr, factor_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, slots_ptr, lens_ptr,
-    num_decodes_ptr, out_ptr, partial_ptr, lse_ptr, scale_log2, num_splits,
+    num_decodes_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2, num_splits,
     stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_scale_block, stride_table,
     stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    MERGES: tl.constexpr, GROUP_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0)
@@ -61,9 +58,12 @@ def _decode_int8_kernel(
     wait_for_previous(PDL)
     if row >= num_decodes:
         return
-    if SPLIT:
-        if begin >= stop:
-            return  # the merge knows from the length which splits hold something
+    if SPLIT:  # the merge knows from the length which splits hold something
+        is_idle = begin >= stop
+        if MERGES:  # somebody has to write the zeros of a row of length 0
+            is_idle = is_idle & (split > 0)
+        if is_idle:
+            return
 
     # Rows below HALF are the high parts, the others the low parts of the same heads.
     part = tl.arange(0, 2 * HALF)
@@ -137,6 +137,12 @@ def _decode_int8_kernel(
         at = (row * tl.num_programs(1) * GROUP + heads) * num_splits + split
         tl.store(partial_ptr + at[:, None] * D + dim[None, :], result, mask=is_query)
         tl.store(lse_ptr + at, top + tl.log2(divisor), mask=member < GROUP)
+        if MERGES:
+            num_used = tl.maximum(tl.cdiv(length, tl.maximum(per_split, 1)), 1)
+            merge_if_last(
+                partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, num_used,
+                stride_out, GROUP, GROUP_PADDED, D, D_PADDED, SPLITS_PADDED, AT_ONCE,
+            )  # fmt: skip
     else:
         out_at = out_ptr + row.to(tl.int64) * stride_out + heads[:, None] * D + dim[None, :]
         tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_query)
@@ -177,6 +183,7 @@ def decode_int8(
     scale: float,
     num_rows: int,
     out: Tensor,
+    arrivals: Tensor | None = None,
     num_splits: int | None = None,
     launch: Launch | None = None,
 ) -> None:
@@ -184,7 +191,7 @@ def decode_int8(
 
     `codes` are int8 k [N, K, B, D] and v [N, K, D, B], with one stride of N and contiguous blocks;
     `scales` float32 [N, K, B] of k and v. A key is codes · scale · factor; `factor` is float32
-    [K, D], contiguous. Rows, `table`, `scale` and `out` are as in
+    [K, D], contiguous. Rows, `table`, `scale`, `out` and `arrivals` are as in
     plugins.kv.kernels.decode.decode_attention. Accumulates in float32.
     """
     num_heads, head_dim = q_THD.shape[1:]
@@ -197,22 +204,19 @@ def decode_int8(
         # Half as many as in bfloat16: 55 µs against 69 at batch 64, 15.3 against 15.9 at 8.
         programs = num_rows * num_kv_heads
         num_splits = choose_num_splits(programs, num_sms(q_THD.device), num_kv_heads, per_sm=2)
-    partial, lse = out, out
-    if num_splits > 1:
-        shape = (num_rows, num_heads, num_splits)
-        partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=out.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+    parts = parts_of(q_THD, num_rows, num_kv_heads, num_splits, arrivals)
     _decode_int8_kernel[(num_rows, num_kv_heads, num_splits)](
         q_THD, factor_KD, k, v, k_scale, v_scale, table, slots_R, seq_lens_R, num_decodes,
-        out, partial, lse, scale * math.log2(math.e), num_splits,
+        out, parts.results, parts.lse, seq_lens_R if arrivals is None else arrivals,
+        scale * math.log2(math.e), num_splits,
         q_THD.stride(0), q_THD.stride(1), k.stride(0), k.stride(1), k_scale.stride(0),
         table.stride(0), out.stride(0),
         GROUP=group, D=head_dim, D_PADDED=padded, BLOCK=block_size, HALF=8 if group <= 8 else 16,
         TILE_N=launch.tile_n, SPLIT=num_splits > 1, DTYPE=product_dtype(q_THD),
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **early(out.device),
+        **parts.constants(num_kv_heads, launch.num_warps), num_stages=launch.num_stages,
+        **early(out.device),
     )  # fmt: skip
-    if num_splits > 1:
-        merge_splits(partial, lse, seq_lens_R, num_decodes, out, launch.tile_n)
+    parts.merge(seq_lens_R, num_decodes, out, launch.tile_n)
 
 
 def product_dtype(q: Tensor) -> tl.dtype:
