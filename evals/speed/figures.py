@@ -187,7 +187,7 @@ def speed_tables() -> list[str]:
     long_context = {kv: [record(file)] for kv, file in LONG_CONTEXT.items()}
     return [
         spans_table(record(SPANS), (1,), only=ONE_ROW),
-        spans_table(record(PRODUCTS), (2, 8, 16, 32, 64), only=FEW_ROWS),
+        spans_table(record(PRODUCTS), (2, 8, 16, 32, 64, 128), only=FEW_ROWS),
         spans_table(record(SPANS), (1, 16, 64, 256, 1024, 4096, 16384), but=ONE_ROW + FEW_ROWS),
         lever_table("graphs", "ms"),
         figures_of_lever("graphs", {"capture_s": ".2f", "num_shapes": "d", "graph_bytes": ",d"}),
