@@ -257,6 +257,15 @@ def test_the_sentences_name_the_numbers():
     )
 
 
+def test_beyond_a_control_that_moved_it_is_said_that_holm_takes_a_step_back():
+    moved = estimate([0.05, 0.06, 0.05, 0.06, 0.055, 0.06], orders(6))
+    step = estimate([0.3, 0.35, 0.5, 0.2, 0.3, 0.4], orders(6))
+    nothing = estimate([0.1, -0.1, -0.1, 0.1, -0.1, 0.1], orders(6))
+    first, *others = judged({"a": step} | {str(i): nothing for i in range(100)}, moved)
+    assert first.verdict == "inconclusive" and "but not over 101 steps (p = " in first.sentence
+    assert all("the control moved" in other.sentence for other in others)
+
+
 def test_what_holm_takes_back_is_said():
     shifted = estimate([0.05, 0.15, 0.05, 0.15, 0.18, 0.02], orders(6))
     nothing = estimate([0.1, -0.1, -0.1, 0.1, -0.1, 0.1], orders(6))

@@ -152,7 +152,7 @@ class Ablation:
         store = Store(args.out, self.about(), resume=args.resume)
         expected = self.plan.expected()
         bar.begin(sum(num for *_, num in expected) * args.rounds)
-        begun = time.monotonic() - seconds_in(args.out)
+        begun = time.monotonic() - (seconds_in(args.out) if args.resume else 0.0)
         with closing(self.engines(bar)) as engines:
             timetable = Timetable(args.rounds, args.seed, args.question, bar.run)
             climb = Climb(self.plan, engines, store, timetable)
@@ -387,7 +387,8 @@ def refuse_shared(base: Mapping[str, Any]) -> None:
 
 
 def seconds_in(out: Path) -> float:
-    """How long a study in that folder has taken so far, which another command goes on with."""
+    """How long a study in that folder, which another command goes on with, had taken when it was
+    last written down."""
     path = out / "result.json"
     return float(read(path).get("seconds") or 0.0) if path.is_file() else 0.0
 

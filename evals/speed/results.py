@@ -116,14 +116,13 @@ def capacity_table(found: Mapping[str, Any]) -> str:
 
 
 def tables(name: str) -> list[str]:
-    """Those of a study that is kept: capacity, a table a load, and what was left out."""
+    """Those of a study that is kept: capacity, one a load, and that of rungs left out."""
     found = result(name)
     blocks = found["blocks"]
     made = [capacity_table(found)]
     made += [load_table(found, load) for load in blocks if load.startswith("load-")]
-    if "leave-one-out" in blocks:
-        made.append(markdown.left_out(blocks["leave-one-out"])[0])
-    return made
+    made += [markdown.left_out_table(of) for name, of in blocks.items() if name == "leave-one-out"]
+    return [one for one in made if one]
 
 
 def _row(block: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, ...]:

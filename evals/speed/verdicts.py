@@ -9,6 +9,11 @@ The rule, for each step, by its 95 % interval and the p of its t-test:
 3. p, corrected for the number of steps, is below 0.05: faster or slower;
 4. else inconclusive: more pairs may tell (`evals.speed.replication`).
 
+The control speaks of what its two runs of the base and the other arms have in common: a machine
+that heats up, a base that was slow at first. What is peculiar to an arm, such as where its engine
+happened to be put in memory, it cannot show, whether it moved or not; new engines for each run
+(`--rebuild` of evals.speed.ablate) can.
+
 Holm's correction (Scandinavian J. of Statistics 6, 1979) holds whatever the steps share, and
 neighbours in a ladder share an arm: if nothing changed at all, one study in twenty has a step that
 is called faster or slower. The correction is of step 3 only; each "no change" errs by itself, for
@@ -73,7 +78,7 @@ def has_moved(control: Ratio, margin: float = MARGIN) -> NDArray[np.bool_]:
 
 def is_beyond(steps: Ratio, control: Ratio) -> NDArray[np.bool_]:
     """Whether the intervals of `steps` [..., steps] are farther from 1, on either side, than that
-    of their `control` [...] reaches: what made the base differ from itself explains less."""
+    of their `control` [...] reaches: the same shift in a step would explain less."""
     reach = np.abs(control.log_mean) + control.half
     return np.asarray(np.abs(steps.log_mean) - steps.half > reach[..., None])
 
@@ -85,7 +90,7 @@ def decide(
     words = get_args(Said)
     is_better = (steps.log_mean > 0) == more_is_better
     is_sure = holm(steps.p_equal) < 1 - CONFIDENCE
-    is_void = has_moved(control, margin)[..., None] & ~(is_sure & is_beyond(steps, control))
+    is_void = has_moved(control, margin)[..., None] & ~is_beyond(steps, control)
     cases = [is_void, steps.is_inside(margin), is_sure & is_better]
     shape = steps.log_mean.shape
     chosen = np.select([np.broadcast_to(c, shape) for c in [*cases, is_sure]], [3, 2, 0, 1], 3)
@@ -107,7 +112,7 @@ def judged(
     """
     table = stacked(steps.values())
     said = decide(table, control, margin=margin, more_is_better=more_is_better)
-    moved = bool(has_moved(control, margin))
+    moved, beyond = bool(has_moved(control, margin)), is_beyond(table, control)
     findings = []
     for i, (name, step) in enumerate(steps.items()):
         word, p = said[i].item(), float(holm(table.p_equal)[i])
@@ -121,7 +126,9 @@ def judged(
                 p_equal=p,
                 p_outside=float(step.p_outside(margin)),
                 verdict=word,
-                sentence=_sentence(step, p, word, margin, len(steps), control if moved else None),
+                sentence=_void(control)
+                if moved and not beyond[i]
+                else _sentence(step, p, word, margin, len(steps), control if moved else None),
             )
         )
     return findings
@@ -152,13 +159,14 @@ def _sentence(
     step: Ratio, p: float, said: Said, margin: float, num_steps: int, moved: Ratio | None
 ) -> str:
     """`moved` is the control where it has."""
-    if moved is not None and said == "inconclusive":
-        advice = "find out why and measure again"
-        return f"inconclusive: the control moved, {_numbers(moved)}; {advice}"
     whole = f"{said}: {_numbers(step)}, {_why(step, p, said, margin, num_steps)}"
     if moved is not None:
         whole += f", and more than the control moved, {_numbers(moved)}"
     return whole
+
+
+def _void(control: Ratio) -> str:
+    return f"inconclusive: the control moved, {_numbers(control)}; find out why and measure again"
 
 
 def _why(step: Ratio, p: float, said: Said, margin: float, num_steps: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.errors import UserError
 from core.seams import Span
-from plugins.device_limits import shared_bytes
+from plugins.device_limits import num_sms, shared_bytes
 from plugins.fusion.options import SpanOptions
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _tile_rows(weight: str) -> Callable[..., bool]:
     return _rows(MAX_FEW_ROWS + 1, MAX_TILE_ROWS, weight)
 
 
-def _shared_rows(weight: str) -> Callable[..., bool]:
+def _shared_rows(weight: str, device: torch.device) -> Callable[..., bool]:
     """As `_tile_rows`, and more rows of a product that is shared out along K."""
 
     def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
@@ -79,7 +79,8 @@ def _shared_rows(weight: str) -> Callable[..., bool]:
             return _tile_rows(weight)(num_tokens, facts, sink)
         n = facts.hidden_size
         is_small = _rows(1, num_tokens, weight)(num_tokens, facts, sink)
-        return is_small and suits_tall(num_tokens, n, _num_elements(facts, weight) // n)
+        k = _num_elements(facts, weight) // n
+        return is_small and suits_tall(num_tokens, n, k, num_sms(device))
 
     return is_wanted
 
@@ -104,7 +105,7 @@ def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> b
     return is_known and is_power and facts.head_dim >= 16
 
 
-def _tile_spans() -> tuple[Span, ...]:
+def _tile_spans(device: torch.device) -> tuple[Span, ...]:
     from plugins.fusion.kernels import runs
 
     down_add = (("attn_norm", runs.down_add_attn_norm), ("final_norm", runs.down_add_final_norm))
@@ -115,7 +116,10 @@ def _tile_spans() -> tuple[Span, ...]:
     return (
         Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tile_rows("qkv")),
         Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act_tile, _tile_rows("gate_up")),
-        *(Span("linear_add_norm", nodes, run, _shared_rows(of), 1) for nodes, run, of in with_norm),
+        *(
+            Span("linear_add_norm", nodes, run, _shared_rows(of, device), 1)
+            for nodes, run, of in with_norm
+        ),
     )
 
 
@@ -169,7 +173,7 @@ class TritonFusion:
             Span("linear", ("o_proj",), runs.o_proj, _few_rows("o")),
             Span("linear", ("down",), runs.down, _few_rows("down")),
             Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows("gate_up")),
-            *(_tile_spans() if shared_bytes(device) >= SHARED_BYTES else ()),
+            *(_tile_spans(device) if shared_bytes(device) >= SHARED_BYTES else ()),
             Span("sample", ("sample",), runs.sample, _always),
         )
         return self.config.chosen(offered)

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from core.errors import UserError
 from plugins.kv import cudnn
 from plugins.kv.kernels.decode import decode_attention
-from plugins.kv.kernels.fresh import MAX_FRESH_TOKENS, fresh_attention
+from plugins.kv.kernels.fresh import fresh_attention, suits_fresh
 from plugins.kv.kernels.limits import refusal
 from plugins.kv.kernels.prefill import prefill_attention
 from plugins.kv.kernels.prefix import gather_prefix, merge_parts
@@ -82,7 +82,7 @@ class CudaPath:
         fill_slot_map(batch.positions, batch.token_slots, s.table, s.block_size, out)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store k and v, [T, K, D]; a lone chunk leaves a contiguous copy too, for cuDNN."""
+        """Store k and v, [T, K, D]; a lone chunk leaves a contiguous copy too, to be read alone."""
         s, num_tokens = self._storage, batch.shape.num_tokens
         fresh = self._fresh_tokens(num_tokens) if batch.shape.lone else None
         slot_map = s.slot_map[:num_tokens]
@@ -102,9 +102,10 @@ class CudaPath:
         return out.flatten(1)
 
     def _attend_fresh(self, q: Tensor) -> Tensor:
-        """Rows beyond the prompt are padding; being causal, no real row sees them."""
+        """Rows beyond the prompt are padding, written and finite; being causal, no real row sees
+        them."""
         k, v = self._fresh_tokens(len(q))
-        if len(q) <= MAX_FRESH_TOKENS:
+        if suits_fresh(q):
             return fresh_attention(q, k, v, scale=self._scale).flatten(1)
         with sdpa_kernel(_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(

@@ -1,7 +1,7 @@
-"""The device half of INT8 on CUDA: kernels over codes, cuDNN for a prompt that sees only itself.
+"""The device half of INT8 on CUDA: kernels over codes; a prompt that sees only itself as its base.
 
 Queries read every key from its codes on each route, those of their own step too: `write_int8`
-leaves a lone chunk's round trip in the scratch, where cuDNN reads a fresh one's; a chunk behind a
+leaves a lone chunk's round trip in the scratch, where a fresh one's is read; a chunk behind a
 prefix is left to the kernel. Factors go to the queries of decode and chunks, and to the keys of the
 scratch; the shift is left to softmax. Safe in a captured graph, as its base.
 """

@@ -527,10 +527,11 @@ def test_tall_products_run_at_once():
     from plugins.fusion.kernels.one_tile import suits_tall
 
     weights = [(1024, 2048), (1024, 3072), (896, 896), (896, 4864), (2048, 2048)]
-    found = {rows: [suits_tall(rows, *w) for w in weights] for rows in (64, 65, 128, 129, 256, 257)}
+    sizes = (64, 65, 128, 129, 256, 257)
+    found = {rows: [suits_tall(rows, *w, 132) for w in weights] for rows in sizes}
     assert found[65] == found[128] == [True, True, True, True, False]
     assert found[129] == found[256] == [True, True, True, False, False]
-    assert not any(found[64] + found[257])
+    assert not any(found[64] + found[257]) and not suits_tall(128, 1024, 2048, 108)
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,18 @@ def test_fewer_tiles_are_on_their_way_where_there_is_less_room():
     from plugins.kv.kernels.fresh import _launch
 
     stages = [_launch(512, dim, 2, room << 10).num_stages for dim, room in
-              ((128, 227), (128, 163), (64, 163), (64, 99))]  # fmt: skip
-    assert stages == [3, 2, 3, 2]
+              ((128, 227), (128, 163), (64, 163), (64, 99), (256, 99))]  # fmt: skip
+    assert stages == [3, 2, 3, 2, 2]
+
+
+def test_short_prompts_of_so_many_heads_are_for_the_kernel():
+    from plugins.kv.kernels.fresh import suits_fresh
+
+    half, shapes = torch.float16, [(1152, 16, 128), (1152, 14, 64), (576, 32, 128)]
+    assert all(suits_fresh(torch.empty(shape, dtype=half)) for shape in shapes)
+    beyond = [(1153, 14, 64), (577, 32, 128), (8, 8, 256)]
+    assert not any(suits_fresh(torch.empty(shape, dtype=half)) for shape in beyond)
+    assert not suits_fresh(torch.empty(8, 8, 64))
 
 
 def test_a_prompt_in_chunks_is_the_prompt_at_once(place):

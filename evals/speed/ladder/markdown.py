@@ -90,7 +90,7 @@ def sections(document: Mapping[str, Any]) -> Sections:
         if names := [name for name in blocks if name.startswith(f"{kind}--")]:
             yield title, _side(document, names)
     if "leave-one-out" in blocks:
-        yield "Left out of the whole ladder, one at a time", left_out(blocks["leave-one-out"])
+        yield "Left out of the whole ladder, one at a time", _left_out(blocks["leave-one-out"])
     if document.get("quality"):
         yield "What lossy rungs do to the text", _quality(document["quality"])
     if document.get("split"):
@@ -231,10 +231,16 @@ def _side_rows(result: Mapping[str, Any], figure: str) -> Iterator[Seq[str]]:
                step["verdict"])  # fmt: skip
 
 
-def left_out(result: Mapping[str, Any]) -> list[str]:
-    """A row a rung that was taken out of the whole ladder, and what could not be measured."""
+def _left_out(result: Mapping[str, Any]) -> list[str]:
+    refused = [f"- not measured, `{arm}`: {why}" for arm, why in result["refused"].items()]
+    found = left_out_table(result)
+    return [found, *refused] if found else refused
+
+
+def left_out_table(result: Mapping[str, Any]) -> str:
+    """A row a rung that was taken out of the whole ladder; empty where none could be."""
     if "figures" not in result:
-        return [f"- not measured, `{arm}`: {why}" for arm, why in result["refused"].items()]
+        return ""
     found = result["figures"][TTFT]
     joint = result.get("interactions", {})
     rows = []
@@ -249,9 +255,7 @@ def left_out(result: Mapping[str, Any]) -> list[str]:
         ))  # fmt: skip
     head = ("rung", "TTFT p50, top over top without it", "verdict",
             "its effect there over its effect alone", "together")  # fmt: skip
-    lines = [table(head, rows)]
-    lines += [f"- not measured, `{arm}`: {why}" for arm, why in result["refused"].items()]
-    return lines
+    return table(head, rows)
 
 
 # -------- text, and time

@@ -28,9 +28,8 @@ from plugins.fusion.kernels.few_rows import activated
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TILE_N = 32  # outputs of a program
+_TALL, _TILE_N = 128, 32  # rows, where there are more than 64, and outputs of a program
 _MOST_ROWS = 256  # of a product by parts
-_MOST_PROGRAMS = 132  # with more than 64 rows; a program has an SM of an H200 to itself
 _LONGEST_PART = 1536  # with more than 64 rows
 _LINE = 64  # elements of two bytes in a line of L2
 _MOST_LINES = 16  # of a row of weights, sent for ahead
@@ -57,18 +56,19 @@ def _tiling(num_rows: int, weight: Tensor, *, act: bool = False, by_parts: bool 
     most = (128 if act or tall else 256) * 2 // weight.itemsize
     chunk = min(most, max(16, triton.next_power_of_2(weight.shape[1])))
     most_parts = _most_parts(num_rows) if by_parts else 1
-    return Tiling(128 if tall else 64, chunk, 4 if act or tall else 3, most_parts)
+    return Tiling(_TALL if tall else 64, chunk, 4 if act or tall else 3, most_parts)
 
 
 def _most_parts(num_rows: int) -> int:
     return 4 if num_rows <= 128 else 2
 
 
-def suits_tall(num_rows: int, n: int, k: int) -> bool:
-    """Whether a product by parts of more than 64 rows, of a weight [n, k], is for these kernels."""
+def suits_tall(num_rows: int, n: int, k: int, num_sms: int) -> bool:
+    """Whether a product by parts of more than 64 rows, of a weight [n, k], is for these kernels:
+    whether its programs, which take an SM each, all run at once, and not for long."""
     parts = _most_parts(num_rows)
-    programs = triton.cdiv(n, _TILE_N) * triton.cdiv(num_rows, 128) * parts
-    fits = programs <= _MOST_PROGRAMS and k <= parts * _LONGEST_PART
+    programs = triton.cdiv(n, _TILE_N) * triton.cdiv(num_rows, _TALL) * parts
+    fits = programs <= num_sms and k <= parts * _LONGEST_PART
     return 64 < num_rows <= _MOST_ROWS and fits
 
 

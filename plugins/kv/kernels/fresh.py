@@ -25,7 +25,7 @@ from plugins.kv.kernels.prefill import Launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_FRESH_TOKENS = 1152
+_MOST_TOKENS, _MOST_ROWS = 1152, 1152 * 16  # rows: tokens of all query heads
 _NARROW_TOKENS = 160  # up to here fewer keys a step are faster
 
 
@@ -62,25 +62,29 @@ def _fresh_kernel(
 
 
 def _launch(num_tokens: int, head_dim_padded: int, element_size: int, room: int) -> Launch:
-    """For `room` bytes of shared memory: of queries and of as many tiles of keys and values as are
-    on their way."""
+    """As many tiles of keys and values on their way as `room` bytes of shared memory hold."""
     if element_size == 4:  # without tensor cores; for checking, not for speed
         return Launch(32, 32, 4, 2) if head_dim_padded <= 64 else Launch(16, 16, 4, 2)
-    if head_dim_padded > 128:
-        return Launch(64, 32, 4, 3)
-    if num_tokens <= _NARROW_TOKENS:
-        return Launch(64, 64, 4, 3)
-    wide = Launch(64, 128, 4, 3)
-    num_rows = wide.tile_m + 2 * wide.num_stages * wide.tile_n
+    tile_n = 32 if head_dim_padded > 128 else 64 if num_tokens <= _NARROW_TOKENS else 128
+    launch = Launch(64, tile_n, 4, 3)
+    num_rows = launch.tile_m + 2 * launch.num_stages * launch.tile_n
     fits = num_rows * head_dim_padded * element_size <= room
-    return wide if fits else wide._replace(num_stages=2)
+    return launch if fits else launch._replace(num_stages=2)
+
+
+def suits_fresh(q_THD: Tensor) -> bool:
+    """Whether this kernel is the faster one, by what was measured and is less than that. Float32
+    is left to torch: tensor cores have nothing to give there."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    few = num_tokens <= _MOST_TOKENS and num_tokens * num_heads <= _MOST_ROWS
+    return few and head_dim <= 128 and q_THD.element_size() == 2
 
 
 def fresh_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float) -> Tensor:
     """Attention in which query t sees keys 0..t, [T, H, D], contiguous.
 
-    k and v are contiguous; heads of q may lie anywhere, their elements side by side. `scale`
-    multiplies q·k. Accumulates in float32.
+    k and v are contiguous and finite, those of padding, too; heads of q may lie anywhere, their
+    elements side by side. `scale` multiplies q·k. Accumulates in float32.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     padded = triton.next_power_of_2(head_dim)
