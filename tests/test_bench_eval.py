@@ -27,10 +27,12 @@ from evals.speed.steps import decode_floor_ms, prefill_floor_ms
 from evals.speed.workloads import arrivals, at_once, percentile
 from plugins.sched.fifo import Fifo
 
-SMALL = "--model random:tiny --device cpu --max-model-len 96 --max-num-seqs 8"
-SMALL += " --max-num-batched-tokens 64 --kv-cache-bytes 16MiB --num-requests 6 --tokens 4 12"
-SMALL += " --prefill 16 96 --repeats 5 --batch 1 16 --context 20 --steps 4 --num-arrivals 12"
-SMALL += " --rate 500 --prompt-median 12 --max-prompt 32 --output-mean 4 --repetitions 2"
+ENGINE = "--model random:tiny --device cpu --max-model-len 96 --max-num-seqs 8"
+ENGINE += " --max-num-batched-tokens 64 --kv-cache-bytes 16MiB --repetitions 2"
+W1, W2 = "--num-requests 6 --tokens 4 12", "--prefill 16 96 --repeats 5"
+W3, W4 = "--batch 1 16 --context 20 --steps 4", "--num-arrivals 12 --rate 500"
+W4 += " --prompt-median 12 --max-prompt 32 --output-mean 4"
+SMALL = f"{ENGINE} {W1} {W2} {W3} {W4}"
 TICK = 1e-12  # s that a wait is too long, as on any clock: a sum may round down
 COST = StepCost(1e-3, 1e-5, 1e-4)
 SETUP = Setup("random:tiny", 320, 96, 8, 64, "float32", "cpu")
@@ -523,7 +525,7 @@ def test_a_run_compares_every_workload(tmp_path, capsys, log, rebuild):
 
 
 def test_serve_gives_every_engine_the_same_requests(tmp_path, capsys, log):
-    argv = f"{SMALL} --peer instant --workload serve --input-len uniform:4:9 --output-len 3"
+    argv = f"{ENGINE} --peer instant --workload serve --input-len uniform:4:9 --output-len 3"
     argv += " --num-prompts 20 --num-warmups 1 --utilisation 0.5 --repetitions 1"
     argv += f" --json {tmp_path}/x.json"
     assert bench.main(argv.split()) == 0
@@ -550,7 +552,10 @@ def test_another_composition_has_our_plugins_and_not_the_floors_of_our_cache(tmp
         "class Mine(Fifo):\n    pass\n\n\n"
         "def outweigh_register_sched(register):\n    register('mine', Mine)\n"
     )
-    peer, argv = "outweigh:sched=mine,kv=contiguous", f"{SMALL} --workload w2 --prefill 16"
+    peer, argv = (
+        "outweigh:sched=mine,kv=contiguous",
+        f"{ENGINE} --repeats 5 --workload w2 --prefill 16",
+    )
     argv += f" -p {tmp_path}/mine.py --peer {peer} --bandwidth 1 --flops 1 --repetitions 1"
     assert bench.main(f"{argv} --json {tmp_path}/x.json".split()) == 0
     found = json.loads((tmp_path / "x.json").read_text())
@@ -565,7 +570,7 @@ def test_prefix_caching_is_asked_for_and_then_found(tmp_path, capsys):
     rows = [{"timestamp": 50 * i, "input_length": 40, "output_length": 2, "hash_ids": [0, 1, i + 2]}
             for i in range(12)]  # fmt: skip
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    argv = f"{SMALL} --workload serve --trace {tmp_path}/m.jsonl --hash-block-size 16 --speed 0.5"
+    argv = f"{ENGINE} --workload serve --trace {tmp_path}/m.jsonl --hash-block-size 16 --speed 0.5"
     argv += f" --enable-prefix-caching --num-warmups 0 --repetitions 1 --json {tmp_path}/x.json"
     assert bench.main(f"{argv} --bandwidth 1 --flops 1".split()) == 0
     found = json.loads((tmp_path / "x.json").read_text())
@@ -579,7 +584,8 @@ def test_prefix_caching_is_asked_for_and_then_found(tmp_path, capsys):
 
 
 def test_a_peer_that_breaks_is_left_out_of_that_workload(tmp_path, capsys, log):
-    argv = f"{SMALL} --peer instant:breaks=w1 --rebuild --workload w1 w2 --json {tmp_path}/x.json"
+    argv = f"{ENGINE} {W1} {W2} --peer instant:breaks=w1 --rebuild --workload w1 w2"
+    argv += f" --json {tmp_path}/x.json"
     assert bench.main(argv.split()) == 0
     said = capsys.readouterr().out
     assert "instant:breaks=w1, w1: instant:breaks=w1 failed: ValueError: no more" in said
@@ -598,7 +604,7 @@ def test_what_is_measured_is_kept_when_the_run_is_killed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workloads, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(f"{SMALL} --workload w1 w2 --json {tmp_path}/x.json".split())
+        bench.main(f"{ENGINE} {W1} {W2} --workload w1 w2 --json {tmp_path}/x.json".split())
     assert json.loads((tmp_path / "x.json").read_text())["workloads"].keys() == {"w1"}
 
 
@@ -614,7 +620,7 @@ def test_a_failure_of_ours_is_an_error_and_the_rest_is_kept(tmp_path, monkeypatc
     monkeypatch.setattr(Engine, "step", step)
     written = []
     monkeypatch.setattr(records, "write", lambda path, document: written.append(document))
-    assert bench.main(f"{SMALL} --workload w1 w2 --json {tmp_path}/x.json".split()) == 1
+    assert bench.main(f"{ENGINE} {W1} {W2} --workload w1 w2 --json {tmp_path}/x.json".split()) == 1
     assert "the device is gone" in capsys.readouterr().err
     assert len(written) == 2
     assert "ours" not in written[-1]["workloads"]["w1"]
@@ -627,7 +633,7 @@ def test_several_engines_need_a_size_each(capsys):
 
 
 def test_a_cache_that_hides_its_bytes_has_no_share_of_the_roofline(capsys):
-    argv = f"{SMALL} --workload w2 --bandwidth 1 --flops 1 --set kv.num_blocks=40"
+    argv = f"{ENGINE} {W2} --workload w2 --bandwidth 1 --flops 1 --set kv.num_blocks=40"
     assert bench.main(argv.split()) == 0
     assert "not measured, shares of the roofline: kv 'paged' has room" in capsys.readouterr().out
 

@@ -446,6 +446,8 @@ def test_latencies_of_a_saturated_run_are_compared_with_nothing(at):
     ("text", "said"),
     [
         ("--request-rate 3", "--request-rate is of the workload serve, which is not run: add"),
+        ("--workload w2 --rate 3", "--rate is of the workload w4, which is not run: add"),
+        ("--workload w3 --num-requests 9", "--num-requests is of the workload w1"),
         ("--workload w1 grid --trace x", "--trace is of the workload serve"),
         ("--workload serve --grid-concurrency 3", "--grid-concurrency is of the workload grid"),
         ("--workload w1 --goodput ttft:5", "--goodput is of the workloads w4 and serve"),

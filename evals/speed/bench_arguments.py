@@ -17,6 +17,19 @@ from evals.speed.workloads import WORKLOADS
 NAMES = (*WORKLOADS, "grid", "serve")
 # Of options that are refused where their workload is not run; what is not here stays None.
 DEFAULTS: dict[str, Any] = {
+    "num_requests": 256,
+    "tokens": [100, 1024],
+    "prefill": [128, 150, 1024, 1100, 3000, 4096, 4400, 16384],
+    "repeats": 20,
+    "lone_budget_s": 20.0,
+    "batch": [1, 8, 64, 256],
+    "context": 1024,
+    "steps": 128,
+    "num_arrivals": 200,
+    "rate": 64.0,
+    "prompt_median": 512,
+    "max_prompt": 8192,
+    "output_mean": 128,
     "grid_input_lens": [128, 1024, 4096],
     "grid_output_lens": [128],
     "grid_concurrency": [1, 8, 64],
@@ -57,10 +70,10 @@ def parse(argv: list[str] | None, about: str | None = None) -> argparse.Namespac
     add("--seed", type=seed, default=0)
     add("--json", type=Path)
     _add_engine(parser.add_argument_group("engine"))
-    _add_sizes(parser.add_argument_group("sizes of w1 to w4"))
+    sizes = _add_sizes(parser.add_argument_group("sizes of w1 to w4"))
     grid = parser.add_argument_group("grid: lengths by concurrency")
     serve = parser.add_argument_group("serve: lengths and arrivals, as of vllm bench serve")
-    of_workload = {"grid": _add_grid(grid), "serve": _add_serve(serve)}
+    of_workload = {**sizes, "grid": _add_grid(grid), "serve": _add_serve(serve)}
     roof = parser.add_argument_group("roofline")
     add = roof.add_argument
     add("--bandwidth", type=positive, help="TB/s; on CUDA 4.24, as measured on one H200")
@@ -117,26 +130,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add("--gpu-memory-utilization", type=positive)
 
 
-def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--num-requests", type=count, default=256, help="w1")
-    add("--tokens", type=count, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="w1")
-    lengths = [128, 150, 1024, 1100, 3000, 4096, 4400, 16384]
-    add("--prefill", type=count, nargs="+", default=lengths, help="w2: tokens of prompts")
-    add("--repeats", type=count, default=20, help="w2: prompts of each length")
-    add("--lone-budget-s", type=positive, default=20.0, help="w2: then a length ends at 5 prompts")
-    add("--batch", type=count, nargs="+", default=[1, 8, 64, 256], help="w3: sequences")
-    add("--context", type=count, default=1024, help="w3: tokens of each prompt")
-    add("--steps", type=count, default=128, help="w3: steps timed")
-    add("--num-arrivals", type=count, default=200, help="w4: requests")
-    add("--rate", type=positive, default=64.0, help="w4: requests a second")
-    add("--prompt-median", type=count, default=512, help="w4")
-    add("--max-prompt", type=count, default=8192, help="w4")
-    add("--output-mean", type=count, default=128, help="w4")
-    add("--goodput", type=bound, nargs="+", default=[], metavar="ttft|tpot|e2el:MS",
-        help="w4, serve: requests a second within all of these")  # fmt: skip
-
-
 class _Names(list[str]):
     """Of the options that are added to a group."""
 
@@ -146,6 +139,30 @@ class _Names(list[str]):
 
     def add(self, *flags: str, **about: Any) -> None:
         self.append(self._group.add_argument(*flags, **about).dest)
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> dict[str, list[str]]:
+    """Names by workload."""
+    w1, w2, w3, w4 = (_Names(group) for _ in range(4))
+    w1.add("--num-requests", type=count, help="w1; default: 256")
+    about = "w1: of prompts, and of outputs; default: 100 1024"
+    w1.add("--tokens", type=count, nargs=2, metavar=("LO", "HI"), help=about)
+    w2.add("--prefill", type=count, nargs="+", help="w2: tokens of prompts; default: 128 to 16384")
+    w2.add("--repeats", type=count, help="w2: prompts of each length; default: 20")
+    about = "w2: then a length ends at 5 prompts; default: 20"
+    w2.add("--lone-budget-s", type=positive, help=about)
+    w3.add("--batch", type=count, nargs="+", help="w3: sequences; default: 1 8 64 256")
+    w3.add("--context", type=count, help="w3: tokens of each prompt; default: 1024")
+    w3.add("--steps", type=count, help="w3: steps timed; default: 128")
+    w4.add("--num-arrivals", type=count, help="w4: requests; default: 200")
+    w4.add("--rate", type=positive, help="w4: requests a second; default: 64")
+    w4.add("--prompt-median", type=count, help="w4; default: 512")
+    w4.add("--max-prompt", type=count, help="w4; default: 8192")
+    w4.add("--output-mean", type=count, help="w4; default: 128")
+    group.add_argument("--goodput", type=bound, nargs="+", default=[],
+                       metavar="ttft|tpot|e2el:MS",
+                       help="w4, serve: requests a second within all of these")  # fmt: skip
+    return {"w1": w1, "w2": w2, "w3": w3, "w4": w4}
 
 
 def _add_grid(group: argparse._ArgumentGroup) -> list[str]:

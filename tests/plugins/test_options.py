@@ -155,7 +155,7 @@ def needs_its_backend(fusion):
         pytest.skip("needs a torch with oneDNN, which this one is without")
 
 
-def claimed(fusion, settings, num_tokens=100):
+def claimed(fusion, settings, num_tokens=300):
     """Names of the spans in the operations of a step, from the start, then of sampling."""
     needs_its_backend(fusion)
     dtype = "bfloat16" if fusion == "triton" else "float32"
@@ -172,7 +172,7 @@ def case_only(fusion, tmp_path):
     for name in SETS[fusion].Config.names:
         only = {"fusion.only": [name]}
         # Some are for one token, or for few.
-        assert {c for n in (100, 20, 1) for c in claimed(fusion, only, num_tokens=n)} == {name}
+        assert {c for n in (300, 20, 1) for c in claimed(fusion, only, num_tokens=n)} == {name}
     given, two = "act_mul,embed_norm", ["embed_norm", "act_mul", "act_mul"]
     if fusion == "onednn":
         given, two = "lm_head,o_proj", ["o_proj", "o_proj", "lm_head"]
