@@ -446,6 +446,22 @@ def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
     assert built["cache"].untyped_storage().nbytes() == 0 < ours.untyped_storage().nbytes()
 
 
+def test_a_share_of_memory_that_vllm_does_not_start_with_is_refused():
+    peer = vllm_peer.Vllm.__new__(vllm_peer.Vllm)
+    setup = SETUP._replace(model="somewhere", gpu_memory_utilization=0.9)
+    with pytest.raises(
+        UserError, match=r"is 0\.9, and vLLM refuses to start .* give 0\.85 or less"
+    ):
+        peer._arguments(setup)
+    found = [
+        peer._arguments(setup._replace(gpu_memory_utilization=share))["gpu_memory_utilization"]
+        for share in (None, 0.5)
+    ]
+    assert found == [0.85, 0.5]
+    sized = peer._arguments(setup._replace(kv_cache_bytes="1000"))
+    assert sized["kv_cache_memory_bytes"] == 1000 and sized["gpu_memory_utilization"] == 0.05
+
+
 def test_captured_sizes_end_where_they_are_told_to():
     for most in (1, 64, 100, 4096):
         sizes = vllm_peer.capture_sizes(most)

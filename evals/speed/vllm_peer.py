@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from evals.speed.driving import Request
 
 
+MOST_SHARE = 0.85  # of the device's memory, beside what this process holds already
+
+
 class Vllm(Peer):
     """vLLM's synchronous engine, its core in this process.
 
@@ -68,6 +71,13 @@ class Vllm(Peer):
         from core.loading import EMBEDDED, RANDOM_SHAPES
         from evals.tiny import MODEL
 
+        share = setup.gpu_memory_utilization or MOST_SHARE
+        if share > MOST_SHARE and setup.kv_cache_bytes is None:
+            raise UserError(
+                f"gpu_memory_utilization is {share:g}, and vLLM refuses to start unless that much "
+                f"is free, of which this process holds some: give {MOST_SHARE:g} or less, or "
+                "--kv-cache-bytes"
+            )
         found: dict[str, Any] = {
             "model": MODEL if setup.model == EMBEDDED else setup.model,
             "skip_tokenizer_init": True,
@@ -78,8 +88,7 @@ class Vllm(Peer):
             "max_num_seqs": setup.max_num_seqs,
             "max_num_batched_tokens": setup.max_num_batched_tokens,
             "enable_prefix_caching": setup.enable_prefix_caching,
-            # It refuses to start unless this share is free, of which the process holds some.
-            "gpu_memory_utilization": min(setup.gpu_memory_utilization or 0.85, 0.85),
+            "gpu_memory_utilization": share,
         }
         if setup.kv_cache_bytes is not None:  # then that share sizes nothing
             size = int(setup.kv_cache_bytes)
