@@ -29,7 +29,8 @@ class Request(NamedTuple):
 def read_requests(
     prompts: Sequence[str], file: str | None, sampling: Mapping[str, Any]
 ) -> list[Request]:
-    """Prompts as given, then those of the file, a line each; without either, stdin as one.
+    """Prompts as given, then those of the file, a line each, but for empty ones; without either,
+    stdin as one.
 
     A line of a .jsonl file is an object with `prompt` or `prompt_token_ids`, perhaps `priority`,
     and fields of SamplingParams, which go before those in `sampling`. Raises UserError, for a line
@@ -38,10 +39,10 @@ def read_requests(
     texts = list(prompts)
     lines = [] if file is None else read_text(file).split("\n")
     if file is None and not texts and sys.stdin is not None and not sys.stdin.isatty():
-        texts = [read_text("-").removesuffix("\n")]
+        texts = [text for text in [read_text("-").removesuffix("\n")] if text.strip()]
     elif file is not None and not file.endswith(".jsonl"):
-        texts, lines = texts + lines, []
-    found = [Request(text, SamplingParams(**sampling)) for text in texts if text.strip()]
+        texts, lines = texts + [line for line in lines if line.strip()], []
+    found = [Request(text, SamplingParams(**sampling)) for text in texts]
     for number, line in enumerate(lines, 1):
         if line.strip():
             found.append(_request(line, f"line {number} of {file}", sampling))

@@ -18,9 +18,22 @@ def check_folder(path: Path | None) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"{path} cannot be written, its folder is not there: make it first")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        what = "it is a folder" if path.is_dir() else f"{folder} may not be written to"
+    real = path.resolve()  # a link stays one, and what it leads to is written
+    if real.exists() and not real.is_file():
+        what = "it is a folder" if real.is_dir() else "it is no file"
         raise UserError(f"{path} cannot be written, {what}: name another file")
+    if not os.access(real.parent, os.W_OK):
+        what = f"{real.parent} may not be written to"
+        raise UserError(f"{path} cannot be written, {what}: name another file")
+
+
+def check_apart(**files: Path | None) -> None:
+    """Refuse two options that name one file, of which the second would replace the first."""
+    named = [(option, path) for option, path in files.items() if path is not None]
+    for i, (option, path) in enumerate(named):
+        for other, same in named[:i]:
+            if path.resolve() == same.resolve():
+                raise UserError(f"{other} and {option} are both {path}: name two files")
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
@@ -30,10 +43,12 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """What stood there before stays until the new file is whole."""
-    partial = path.with_name(f"{path.name}.partial")
+    check_folder(path)
+    real = path.resolve()
+    partial = real.with_name(f"{real.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        os.replace(partial, real)
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}; name another") from error
 

@@ -154,6 +154,8 @@ def test_a_study_is_kept_small_and_whole(ladder, tmp_path, monkeypatch, capsys):
         (tmp_path / "half", "a", "not complete: finish it with --resume"),
         (tmp_path / "other", "a", "is of no ablation"),
         (ladder, "a/b", "'a/b' is no name of a folder"),
+        (ladder, ".a", "'.a' is no name of a folder"),
+        (ladder, "mine", "mine is kept already: give another name, or remove it first"),
     ):
         assert results.main([str(folder), name]) == 2
         assert said in capsys.readouterr().err
@@ -257,8 +259,20 @@ def test_ctrl_c_writes_what_there_is(tmp_path, monkeypatch, capsys):
     assert found["complete"] and found["seconds"] > before_s
 
 
+def test_an_arm_may_be_what_a_plugin_brings(tmp_path, capsys):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from core import hookimpl\nfrom plugins.sched.fifo import Fifo\n\n\n"
+        "class Newest(Fifo):\n    def key(self, seq, clock):\n        return -seq.order\n\n\n"
+        "@hookimpl\ndef outweigh_register_sched(register):\n    register('newest', Newest)\n"
+    )
+    argv = [*SHORT.split(), "-p", str(plugin), "--arm", "n=sched=newest", "--dry-run"]
+    assert main(argv) == 0
+    assert "| n | baseline | `sched=newest` |" in capsys.readouterr().out
+
+
 def test_an_arm_of_ones_own_and_the_ends(tmp_path):
-    own = f"{SHORT} --load 0.2 --no-pressure --leave-one-out 0 --base kv=paged"
+    own = f"{SHORT} --load 0.2 --no-pressure --base kv=paged"
     own += " --arm wide=kv.block_size=32 --arm eight=kv=paged_int8 --ends --question generality"
     own += " --rebuild"
     assert main([*own.split(), "--out", str(tmp_path)]) == 0
@@ -327,12 +341,18 @@ def test_a_command_that_cannot_be_carried_out_is_one_sentence(options, said, tmp
         ("--out text.txt --dry-run", "text.txt is there and no folder"),
         ("--out text.txt/more", "text.txt/more cannot be made"),
         ("--out other", "holds runs of an unknown study"),
+        ("--out half", "half holds a result.json without its runs: name another --out"),
+        ("--out half --resume", "half holds a result.json without its runs"),
+        ("--ends --leave-one-out 2", "--ends measures no rung, so none can be left out"),
+        ("--rounds 5", "--rounds is 5: give an even number, so that drift cancels"),
     ],
 )
 def test_what_can_only_fail_later_is_refused_at_once(tmp_path, monkeypatch, capsys, options, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("Once upon a time there was a lighthouse. " * 20)
     (tmp_path / "other" / "runs").mkdir(parents=True)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "result.json").write_text('{"seconds": 3}')
     (tmp_path / "other" / "runs" / "capacity--000--paged.json").write_text("{}")
     assert main([*FEW.split(), *options.split()]) == 2
     said = capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -610,7 +611,7 @@ def test_a_peer_that_breaks_is_left_out_of_that_workload(tmp_path, capsys, log):
     assert "instant:breaks=w1" not in found["w1"] and "instant:breaks=w1" in found["w2"]
 
 
-def test_what_is_measured_is_kept_when_the_run_is_killed(tmp_path, monkeypatch):
+def test_what_is_measured_is_kept_when_the_run_is_interrupted(tmp_path, monkeypatch, capsys):
     run = workloads.run
 
     def killed(name, *rest):
@@ -619,8 +620,11 @@ def test_what_is_measured_is_kept_when_the_run_is_killed(tmp_path, monkeypatch):
         return run(name, *rest)
 
     monkeypatch.setattr(workloads, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(f"{ENGINE} {W1} {W2} --workload w1 w2 --json {tmp_path}/x.json".split())
+    argv = f"{ENGINE} {W1} {W2} --workload w1 w2"
+    assert bench.main(f"{argv} --json {tmp_path}/x.json".split()) == 130
+    assert f"interrupted; {tmp_path}/x.json has what there is" in capsys.readouterr().err
+    assert bench.main(argv.split()) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err
     assert json.loads((tmp_path / "x.json").read_text())["workloads"].keys() == {"w1"}
 
 
@@ -641,6 +645,61 @@ def test_a_failure_of_ours_is_an_error_and_the_rest_is_kept(tmp_path, monkeypatc
     assert len(written) == 2
     assert "ours" not in written[-1]["workloads"]["w1"]
     assert len(written[-1]["workloads"]["w2"]["ours"]["repetitions"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["w2 --prefill 200", "w3 --batch 2 --context 95 --steps 9", "grid --grid-input-lens 200"],
+)
+def test_where_nothing_could_be_measured_that_is_no_success(options, capsys):
+    assert bench.main(f"{ENGINE} --workload {options}".split()) == 1
+    assert (
+        "nothing was measured: what was refused, and why, stands above" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--workload w1 --tokens 8 4", "--tokens goes from 8 to 4: give the fewer first"),
+        ("--workload w2 --prefill 16 16", "--prefill names a size twice"),
+        ("--workload grid --grid-concurrency 2 2", "--grid-concurrency names a size twice"),
+        ("--workload serve --request-rate 5 --burstiness 1e-5", "leaves no time between requests"),
+        ("--workload w4 --max-prompt 80", "w4 has prompts of up to 80 tokens and outputs of up to"),
+        ("--workload w4 --output-mean 40", "lower --max-prompt or --output-mean, or raise"),
+        ("--workload w2 --peer outweigh:", "the peer outweigh: has an option without a value"),
+        ("--workload w2 --peer outweigh:foo", "write outweigh:KEY=VALUE"),
+        ("--workload w2 --peer outweigh:kv=nope", "there is no kv called 'nope'"),
+        ("--workload w2 --peer outweigh:foo=1", "foo"),
+        ("--workload w2 --peer outweigh:kv=paged,kv=contiguous", "has an option twice"),
+        ("--workload w1 --json /dev/null", "/dev/null cannot be written, it is no file"),
+    ],
+)
+def test_what_would_fail_later_or_mislead_is_refused_at_once(options, says, capsys):
+    assert bench.main(f"{ENGINE} {options}".split()) == 2
+    said = capsys.readouterr()
+    assert says in said.err and len(said.err.splitlines()) == 1 and not said.out
+
+
+def test_w4_draws_no_longer_prompts_than_fit():
+    assert parse(["--max-model-len", "16640"]).max_prompt == 8192
+    args = parse("--max-model-len 96 --output-mean 4".split())
+    assert args.max_prompt == 96 - 1 - 8 * 4
+    drawn = workloads.arrivals(args, 320, 0, 96)
+    assert max(len(r.prompt) + r.num_output for r in drawn) < 96
+
+
+def test_a_record_that_is_linked_to_is_written_and_stays_one_file(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    records.write(link, {"n": 1})
+    assert link.is_symlink() and json.loads(real.read_text()) == {"n": 1}
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="it is no file: name another"):
+        records.write(tmp_path / "pipe", {})
+    assert {p.name for p in tmp_path.iterdir()} == {"real.json", "link.json", "pipe"}
+    with pytest.raises(UserError, match=r"--out and --json are both .*: name two files"):
+        records.check_apart(**{"--out": real, "--json": link})
 
 
 def test_several_engines_need_a_size_each(capsys):

@@ -528,7 +528,8 @@ def test_no_prompt(outweigh, monkeypatch, tmp_path):
     assert "there is no prompt that is not empty" in refused(outweigh("run"))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "there is no prompt that is not empty" in refused(outweigh("run"))
-    assert "there is no prompt that is not empty" in refused(outweigh("run", ""))
+    for prompts in ([""], ["one", "", "two"]):  # one that was given is not passed over
+        assert "the prompt is empty: give at least one token" in refused(outweigh("run", *prompts))
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     for name in ("empty.txt", "empty.jsonl"):

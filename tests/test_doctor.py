@@ -219,6 +219,7 @@ def test_a_ladder_is_read_with_its_runs_and_without(tmp_path, capsys):
     with Bar(io.StringIO()) as bar, closing(study.run(bar)) as phases:
         result = tmp_path / "result.json"
         result.write_text(json.dumps(next(phases), default=str))
+    assert main([str(result), "--json", str(result)]) == 2
     assert main([str(result), "--json", str(tmp_path / "found.json")]) == 1
     assert "not known, host-bound steps: " in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())

@@ -169,8 +169,8 @@ def test_an_arm_of_ones_own():
 
 def test_options_go_with_their_offer_or_stay_with_the_next():
     choices = {**BASELINE, "kv": "paged", "kv.block_size": 32, "sched": "aging", "sched.rate": 5.0}
-    assert rungs.changed(choices, {"kv": "paged_int8"})["kv.block_size"] == 32
-    assert "sched.rate" not in rungs.changed(choices, {"sched": "fifo"})
+    assert rungs.changed(choices, {"kv": "paged_int8"}, COMMON)["kv.block_size"] == 32
+    assert "sched.rate" not in rungs.changed(choices, {"sched": "fifo"}, COMMON)
 
 
 def test_without_a_rung_and_with_it_alone():

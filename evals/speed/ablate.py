@@ -326,6 +326,8 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     roof.add_argument("--flops", type=positive, help="TFLOP/s; on CUDA 765, as of one H200")
     args = parser.parse_args(argv)
     args.fits = args.num_requests is None
+    if args.ends and args.leave_one_out is None:
+        args.leave_one_out = 0
     args.argv = list(sys.argv[1:] if argv is None else argv)
     for name, values in SIZES.items():
         if getattr(args, name) is None:
@@ -372,6 +374,10 @@ def check(args: argparse.Namespace) -> None:
             f"and max_model_len is {args.max_model_len}: raise --max-num-batched-tokens"
         )
     refuse_shared(args.base)
+    if args.ends and args.leave_one_out:
+        raise UserError("--ends measures no rung, so none can be left out: drop --leave-one-out")
+    if args.rounds % 2:
+        raise UserError(f"--rounds is {args.rounds}: give an even number, so that drift cancels")
     if args.quality_data:
         read_documents(args.quality_data, Choice())
     check_out(args.out, is_needed=not args.dry_run)

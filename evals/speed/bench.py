@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
         self.args, self._progress = args, progress
         self._setup: peers.Setup | None = None
-        makers = {spec: peers.find(spec) for spec in args.peer}
+        makers = {spec: peers.find(spec, args.plugins) for spec in args.peer}
         self.arms: dict[str, Builder] = {OURS: self._ours}
         self.arms |= {spec: partial(self._peer, make) for spec, make in makers.items()}
         if makers:
@@ -269,6 +269,12 @@ def main(argv: list[str] | None = None) -> int:
         show(document)
         if lost := [why for what, why in document["left_out"].items() if what.startswith(OURS)]:
             raise RunError("; ".join(dict.fromkeys(lost)))
+        if not document["rows"]:
+            raise RunError("nothing was measured: what was refused, and why, stands above")
+    except KeyboardInterrupt:
+        kept = f"{args.json} has what there is" if args.json and document else "nothing was written"
+        print(f"outweigh: interrupted; {kept}", file=sys.stderr)
+        return 130
     except (UserError, RunError) as error:
         print(f"outweigh: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

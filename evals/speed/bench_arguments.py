@@ -15,6 +15,8 @@ from evals.speed.demand import lengths, rate
 from evals.speed.workloads import WORKLOADS
 
 NAMES = (*WORKLOADS, "grid", "serve")
+_GRID = ("input_lens", "output_lens", "concurrency")
+_BURSTIEST = 1e-3
 # Of options that are refused where their workload is not run; what is not here stays None.
 DEFAULTS: dict[str, Any] = {
     "num_requests": 256,
@@ -28,7 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "num_arrivals": 200,
     "rate": 64.0,
     "prompt_median": 512,
-    "max_prompt": 8192,
     "output_mean": 128,
     "grid_input_lens": [128, 1024, 4096],
     "grid_output_lens": [128],
@@ -107,8 +108,33 @@ def _complete(args: argparse.Namespace, of_workload: Mapping[str, Seq[str]]) -> 
         if getattr(args, name) and not getattr(args, needed):
             option, other = (f"--{text.replace('_', '-')}" for text in (name, needed))
             raise UserError(f"{option} would change nothing: it is of {other}, which is not given")
+    if args.tokens[0] > args.tokens[1]:
+        lo, hi = args.tokens
+        raise UserError(f"--tokens goes from {lo} to {hi}: give the fewer first")
+    if "w4" in args.workload:
+        _fit_w4(args)
+    if args.burstiness is not None and args.burstiness < _BURSTIEST:
+        raise UserError(
+            f"--burstiness is {args.burstiness:g}, which leaves no time between requests: give "
+            f"{_BURSTIEST:g} or more, or no --request-rate, and all come at once"
+        )
+    for name in ("prefill", "batch", *(f"grid_{what}" for what in _GRID)):
+        if len(set(values := getattr(args, name))) < len(values):
+            raise UserError(f"--{name.replace('_', '-')} names a size twice: give each once")
     if args.goodput and not {"w4", "serve"} & set(args.workload):
         raise UserError("--goodput is of the workloads w4 and serve: add --workload w4 or serve")
+
+
+def _fit_w4(args: argparse.Namespace) -> None:
+    """Its longest prompt and its longest output in one request."""
+    room = args.max_model_len - 1 - 8 * args.output_mean
+    args.max_prompt = args.max_prompt or max(1, min(8192, room))
+    if args.max_prompt > room:
+        raise UserError(
+            f"w4 has prompts of up to {args.max_prompt:,} tokens and outputs of up to "
+            f"{8 * args.output_mean:,}, 8 times their mean, and max_model_len is "
+            f"{args.max_model_len:,}: lower --max-prompt or --output-mean, or raise --max-model-len"
+        )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -157,7 +183,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> dict[str, list[str]]:
     w4.add("--num-arrivals", type=count, help="w4: requests; default: 200")
     w4.add("--rate", type=positive, help="w4: requests a second; default: 64")
     w4.add("--prompt-median", type=count, help="w4; default: 512")
-    w4.add("--max-prompt", type=count, help="w4; default: 8192")
+    w4.add("--max-prompt", type=count, help="w4; default: 8192, or what fits --max-model-len")
     w4.add("--output-mean", type=count, help="w4; default: 128")
     group.add_argument("--goodput", type=bound, nargs="+", default=[],
                        metavar="ttft|tpot|e2el:MS",

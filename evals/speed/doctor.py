@@ -205,6 +205,8 @@ def main(argv: Seq[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         records.check_folder(args.json)
+        for path in args.results:
+            records.check_apart(**{"RESULT": path, "--json": args.json})
         runs = [seen for path in args.results for seen in read(path)]
         findings, unknown = examined(runs)
         rows = [finding._asdict() for finding in findings]

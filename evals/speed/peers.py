@@ -12,11 +12,12 @@ import importlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.config import did_you_mean
 from core.errors import RunError, UserError, explained
+from core.seams import SEAMS
 
 if TYPE_CHECKING:
     from core.engine import Engine, RequestOutput
@@ -63,6 +64,11 @@ class Peer(ABC):
     @classmethod  # noqa: B027  # most can be had wherever they can be imported
     def check(cls) -> None:
         """Raise UserError where this engine cannot be had here; called before anything is built."""
+
+    @classmethod  # noqa: B027  # most learn that from what they are built with
+    def check_options(cls, options: Mapping[str, Any], plugins: Seq[str]) -> None:
+        """Raise UserError for options that it does not have, where that can be told before anything
+        is built; `plugins` are those of the run."""
 
     @abstractmethod
     def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
@@ -228,15 +234,33 @@ class Composition(Ours):
     Options are fields of `core.config.RunConfig` and, as SEAM.FIELD, of its offers.
     """
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], plugins: Seq[str]) -> None:
+        from core.config import RunConfig
+        from core.registry import Registry
+
+        fields, settings = _parted(options)
+        config = RunConfig.of(settings=settings, plugins=tuple(plugins), **fields)
+        registry = Registry(config.plugins)
+        for seam in SEAMS:
+            name = getattr(config, seam)
+            if isinstance(name, str) and name != "auto":
+                registry.find(seam, name)
+
     def __init__(self, setup: Setup, **options: Any) -> None:
         from core.engine import Engine
 
-        fields = {name: value for name, value in options.items() if "." not in name}
-        settings = {name: value for name, value in options.items() if "." in name}
+        fields, settings = _parted(options)
         shared = setup._asdict()
         del shared["vocab_size"]
         given = {**shared, "settings": settings, **fields}
         super().__init__(Engine(**given), setup.model)
+
+
+def _parted(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of a run, and settings of its offers."""
+    fields = {name: value for name, value in options.items() if "." not in name}
+    return fields, {name: value for name, value in options.items() if "." in name}
 
 
 def _synchronize() -> None:
@@ -257,12 +281,15 @@ def free_memory() -> None:
 KNOWN = {"outweigh": "evals.speed.peers:Composition", "vllm": "evals.speed.vllm_peer:Vllm"}
 
 
-def find(spec: str) -> Callable[[Setup], Peer]:
+def find(spec: str, plugins: Seq[str] = ()) -> Callable[[Setup], Peer]:
     """The maker of the peer that NAME, MODULE:CLASS, or either with `:KEY=VALUE,…` behind it names.
+    `plugins` are those of the run.
 
     Raises UserError where there is none, or where it cannot be had here.
     """
     head, colon, _ = spec.partition("=")[0].rpartition(":")  # a value may have colons too
+    if head in KNOWN and "=" not in spec:
+        raise UserError(f"the peer {spec} has an option without a value: write {head}:KEY=VALUE")
     path, options = (head, spec[len(head) + 1 :]) if colon and "=" in spec else (spec, "")
     module, colon, name = KNOWN.get(path, path).partition(":")
     if not colon:
@@ -272,8 +299,12 @@ def find(spec: str) -> Callable[[Setup], Peer]:
         found: Any = getattr(importlib.import_module(module), name)
     if not (isinstance(found, type) and issubclass(found, Peer)):
         raise UserError(f"{path} is no subclass of evals.speed.peers.Peer: make it one")
-    given = dict(_option(text) for text in options.split(",") if text)
+    pairs = [_option(text) for text in options.split(",") if text]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise UserError(f"the peer {spec} has an option twice: give each once")
     found.check()
+    found.check_options(given, plugins)
 
     def make(setup: Setup) -> Peer:
         with explained(

@@ -6,7 +6,7 @@ keeps what is in the folder LADDER as results/NAME beside this module: result.js
 draws charts, describes engines and stands behind the tables, numbers to five digits, and the
 result.md that is made of it. `evals.speed.figures` makes the tables of the documents of them.
 
-Exit code 0: kept; 2: LADDER holds no complete study, or NAME is no name.
+Exit code 0: kept; 2: LADDER holds no complete study, or NAME is no name or taken.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ def keep(folder: Path, name: str) -> Path:
         raise UserError(f"{path} is of no ablation: give the --out of one")
     if not document["complete"]:
         raise UserError(f"{path} is of a study that is not complete: finish it with --resume")
-    if Path(name).name != name or name in ("", ".", ".."):
+    if Path(name).name != name or name[:1] in ("", "."):
         raise UserError(f"'{name}' is no name of a folder: give one without slashes")
     kept = small(document)
     out = RESULTS / name
+    if out.exists():
+        raise UserError(f"{out} is kept already: give another name, or remove it first")
     with explained(f"{out} cannot be made", "keep results in a checkout of the project"):
         out.mkdir(parents=True, exist_ok=True)
     records.write_text(out / "result.json", json.dumps(kept, ensure_ascii=False) + "\n")

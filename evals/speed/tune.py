@@ -114,7 +114,7 @@ class Search:
                     "lone TTFT ms": bracket.lone_ms,
                     "holds req/s": None if probe is None else probe.rate,
                     "fails req/s": None if bracket.fails is None else bracket.fails.rate,
-                    "TTFT ms": None if probe is None else max(probe.ttft_ms),
+                    "worst run's TTFT ms": None if probe is None else max(probe.ttft_ms),
                     "ITL p50 ms": None if probe is None else probe.itl_ms_p50,
                     "tok/s": None if probe is None else probe.output_throughput,
                     "": "best" if best else "",
@@ -199,6 +199,7 @@ def check(args: argparse.Namespace) -> None:
     refuse_shared(args.base)
     for path in (args.out, args.json):
         records.check_folder(path)
+    records.check_apart(**{"--out": args.out, "--json": args.json})
 
 
 def main(argv: Seq[str] | None = None) -> int:

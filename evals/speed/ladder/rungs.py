@@ -239,13 +239,16 @@ def engine_fields(choices: Choices) -> dict[str, Any]:
     return fields | {"settings": {name: v for name, v in choices.items() if "." in name}}
 
 
-def changed(choices: Choices, change: Mapping[str, Any]) -> dict[str, Any]:
+def changed(
+    choices: Choices, change: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:
     """`choices` after `change`. Options of an offer that is replaced stay where the new one has
     them too."""
     found = dict(choices)
     for name, value in change.items():
         if name in SEAMS and value != found.get(name):
-            offer: Any = Registry().find(name, value).load() if isinstance(value, str) else value
+            registry = Registry(tuple(common.get("plugins", ())))
+            offer: Any = registry.find(name, value).load() if isinstance(value, str) else value
             known = {f"{name}.{option}" for option in offer.Config.model_fields}
             found = {k: v for k, v in found.items() if k.partition(".")[0] != name or k in known}
         if isinstance(value, Added):
@@ -293,7 +296,7 @@ def build(
             ladder.left_out[rung.name] = f"needs {rung.device}, and the device is {device}"
             continue
         try:
-            choices = changed(below.choices, rung.change)
+            choices = changed(below.choices, rung.change, common)
             plan = plan_of(choices, common)
         except UserError as error:
             ladder.left_out[rung.name] = str(error)

@@ -70,6 +70,8 @@ class Store:
                 f"the runs in {folder} are of another study, which differs in "
                 f"{', '.join(sorted(names))}: give the same options, or another --out"
             )
+        if found is None and (folder / "result.json").exists():
+            raise UserError(f"{folder} holds a result.json without its runs: name another --out")
         if found is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write(PLAN, study)
