@@ -579,6 +579,9 @@ def test_a_folder_holds_the_runs_of_one_study(tmp_path):
     with pytest.raises(UserError, match="are of another study, which differs in rounds: give"):
         Store(tmp_path, {"rounds": 4, "seed": 0}, resume=True)
     Store(tmp_path, {"rounds": 3, "seed": 0}, resume=True)
+    Store(tmp_path / "2", {"arguments": {"seed": 0, "num_requests": 3}}, resume=False)
+    with pytest.raises(UserError, match="differs in --num-requests, --seed: give the same"):
+        Store(tmp_path / "2", {"arguments": {"seed": 1, "num_requests": 4}}, resume=True)
 
 
 # -------- the rest

@@ -169,6 +169,13 @@ def test_what_nothing_holds_has_an_exit_code_of_its_own(tmp_path, capsys):
     assert not (tmp_path / "tuned.json").exists()
 
 
+def test_where_no_candidate_can_be_run_that_is_a_mistake(tmp_path, capsys):
+    words = f"--ttft-ms 9 {SMALL} --base kv=contiguous --out {tmp_path / 'tuned.json'}"
+    assert tune.main(words.split()) == 2
+    said = capsys.readouterr()
+    assert "no candidate could be run: change --base" in said.err and "not measured" in said.out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

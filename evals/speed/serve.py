@@ -180,8 +180,10 @@ def _add_latency(result: Result, name: str, values: Seq[float], points: Seq[floa
         figure, needed = f"{key}_{name}_ms", smallest_sample(point)
         found[figure] = float(np.percentile(values, point)) if len(values) >= needed else None
         if found[figure] is None:
+            short = name in ("tpot", "itl") and not values
+            advice = "longer outputs, of one token none has any" if short else "more requests"
             result.refused[figure] = (
-                f"{len(values)} samples do not carry it, {needed} do: measure more requests"
+                f"{len(values)} samples do not carry it, {needed} do: measure {advice}"
             )
     result.figures.update(found)
     result.num_samples.update(dict.fromkeys(found, len(values)))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, explained
 from evals.arguments import count, positive
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # of each in a second
@@ -153,7 +153,7 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
         if text.lstrip()[:1] == "[":
             rows = json.loads(text)
         elif text.lstrip()[:1] == "{":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            return _json_lines(path, text)
         else:
             rows = list(csv.DictReader(io.StringIO(text, newline="")))
     except (ValueError, csv.Error) as error:
@@ -161,6 +161,19 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
     if not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} has lines that are no objects: name a trace")
     return rows
+
+
+def _json_lines(path: Path, text: str) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        with explained(f"line {number} of {path} is no JSON object", "mend or remove it"):
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError(f"it is {line.strip()[:20]}")
+        found.append(row)
+    return found
 
 
 def _known(path: Path, rows: Seq[Mapping[str, Any]]) -> Columns:

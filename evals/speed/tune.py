@@ -263,6 +263,8 @@ def report(
         assert held is not None, "the best holds"
         print(f"{target}: up to {held.rate:.4g} requests/s by {best.name}; {args.out} runs it")
     else:
+        if not search.brackets:
+            raise UserError("no candidate could be run: change --base, or what it is varied by")
         print(f"{target}: no candidate was shown to hold it at any rate that was looked at")
     if args.json:
         document = {

@@ -65,7 +65,7 @@ class Store:
         if found is not None and not resume:
             raise UserError(f"{folder} holds runs already: give --resume, or another --out")
         if found is not None and found != study:
-            names = [key for key in {**found, **study} if found.get(key) != study.get(key)]
+            names = _differing(found, study)
             raise UserError(
                 f"the runs in {folder} are of another study, which differs in "
                 f"{', '.join(sorted(names))}: give the same options, or another --out"
@@ -120,6 +120,16 @@ def study_in(folder: Path) -> dict[str, Any] | None:
     if path.parent.is_dir() and any(path.parent.iterdir()):
         raise UserError(f"{path.parent} holds runs of an unknown study: name another --out")
     return None
+
+
+def _differing(found: Mapping[str, Any], study: Mapping[str, Any]) -> list[str]:
+    """Names of what two studies have otherwise, those of arguments one by one."""
+    names = [key for key in {**found, **study} if found.get(key) != study.get(key)]
+    pair = [one.get("arguments") for one in (found, study)]
+    if "arguments" in names and all(isinstance(one, dict) for one in pair):
+        names.remove("arguments")
+        names += [f"--{key.replace('_', '-')}" for key in _differing(*pair)]
+    return names
 
 
 class Runs:
