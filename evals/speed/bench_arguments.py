@@ -15,8 +15,8 @@ from evals.speed.demand import lengths, rate
 from evals.speed.workloads import WORKLOADS
 
 NAMES = (*WORKLOADS, "grid", "serve")
-_GRID = ("input_lens", "output_lens", "concurrency")
-_BURSTIEST = 1e-3
+_SIZES = ("prefill", "batch", "grid_input_lens", "grid_output_lens", "grid_concurrency")
+_BURSTIEST = 1e-3  # of a gamma gap; from about 1e-5 on all of them are 0 in floating point
 # Of options that are refused where their workload is not run; what is not here stays None.
 DEFAULTS: dict[str, Any] = {
     "num_requests": 256,
@@ -118,7 +118,7 @@ def _complete(args: argparse.Namespace, of_workload: Mapping[str, Seq[str]]) -> 
             f"--burstiness is {args.burstiness:g}, which leaves no time between requests: give "
             f"{_BURSTIEST:g} or more, or no --request-rate, and all come at once"
         )
-    for name in ("prefill", "batch", *(f"grid_{what}" for what in _GRID)):
+    for name in _SIZES:
         if len(set(values := getattr(args, name))) < len(values):
             raise UserError(f"--{name.replace('_', '-')} names a size twice: give each once")
     if args.goodput and not {"w4", "serve"} & set(args.workload):

@@ -25,7 +25,7 @@ from plugins.early_launch import early, let_next_start, wait_for_previous
 from plugins.kv.int8_storage import dequantize
 from plugins.kv.kernels.decode import decode_attention_reference
 from plugins.kv.kernels.paging import block_ids, position_offsets, token_offsets
-from plugins.kv.kernels.splits import choose_num_splits, merge_if_last, parts_of
+from plugins.kv.kernels.splits import choose_num_splits, is_idle, merge_if_last, parts_of
 from plugins.kv.kernels.write_int8 import rint
 
 if TYPE_CHECKING:
@@ -58,11 +58,8 @@ def _decode_int8_kernel(
     wait_for_previous(PDL)
     if row >= num_decodes:
         return
-    if SPLIT:  # the merge knows from the length which splits hold something
-        is_idle = begin >= stop
-        if MERGES:  # somebody has to write the zeros of a row of length 0
-            is_idle = is_idle & (split > 0)
-        if is_idle:
+    if SPLIT:
+        if is_idle(begin, stop, split, MERGES):
             return
 
     # Rows below HALF are the high parts, the others the low parts of the same heads.
@@ -138,10 +135,9 @@ def _decode_int8_kernel(
         tl.store(partial_ptr + at[:, None] * D + dim[None, :], result, mask=is_query)
         tl.store(lse_ptr + at, top + tl.log2(divisor), mask=member < GROUP)
         if MERGES:
-            num_used = tl.maximum(tl.cdiv(length, tl.maximum(per_split, 1)), 1)
             merge_if_last(
-                partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, num_used,
-                stride_out, GROUP, GROUP_PADDED, D, D_PADDED, SPLITS_PADDED, AT_ONCE,
+                partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, length,
+                per_split, stride_out, GROUP, GROUP_PADDED, D, D_PADDED, SPLITS_PADDED, AT_ONCE,
             )  # fmt: skip
     else:
         out_at = out_ptr + row.to(tl.int64) * stride_out + heads[:, None] * D + dim[None, :]

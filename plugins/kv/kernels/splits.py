@@ -27,15 +27,29 @@ MAX_ARRIVALS = 512
 
 
 @triton.jit
+def is_idle(begin, stop, split, MERGES: tl.constexpr):
+    """Whether a program has nothing to attend to and nothing to write: the merge knows from the
+    length which splits hold something. Where the last program merges, somebody has to write the
+    zeros of a row of length 0."""
+    idle = begin >= stop
+    if MERGES:
+        idle = idle & (split > 0)
+    return idle
+
+
+@triton.jit
 def merge_if_last(
-    partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, num_used, stride_out,
+    partial_ptr, lse_ptr, arrivals_ptr, out_ptr, row, kv_head, num_splits, length, per_split,
+    stride_out,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a row's KV head, if this is the last of the `num_used` programs to come.
+    """Merge the parts of a row's KV head, `per_split` positions of `length` each, if this is the
+    last of its programs to come.
 
     To be called behind the stores of the part. `arrivals` is zero before and after.
     """
+    num_used = tl.maximum(tl.cdiv(length, tl.maximum(per_split, 1)), 1)
     tl.debug_barrier()  # every thread's stores come before the one arrival
     place = arrivals_ptr + row * tl.num_programs(1) + kv_head
     if tl.atomic_add(place, 1, sem="acq_rel") == num_used - 1:
