@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -173,22 +174,22 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError(f"sched '{sched.name}' heeds no priority: choose --sched priority")
         ids = self._encode(prompt)
         total = min(len(ids) + params.max_tokens, self.limits.max_model_len)
-        with self.plan.blaming():
-            self._refuse_impossible(len(ids), total, params)
-        seq = Sequence(request_id, ids, len(ids), params, arrival, self._num_added, total)
-        seq.num_known = seq.num_tokens = len(ids)
-        seq.enqueued = perf_counter()
-        seq.token_times = np.zeros(len(ids))
-        seq.share_prefix = params.prompt_logprobs is None  # see score_prompt
-        seq.metadata = {**(metadata or {}), "priority": priority}
-        self._num_added += 1
+        seq = Sequence(
+            request_id, ids, len(ids), params, arrival, self._num_added, total,
+            num_known=len(ids), num_tokens=len(ids), token_times=np.zeros(len(ids)),
+            share_prefix=params.prompt_logprobs is None,  # see score_prompt
+            metadata={**(metadata or {}), "priority": priority},
+        )  # fmt: skip
         ends = () if params.ignore_eos else self.facts.eos_token_ids
-        stop_ids = (*ends, *params.stop_token_ids)
         given = prompt if isinstance(prompt, str) else None
         text = RequestText(self.tokenizer, params)
+        request = _Request(seq, given, (*ends, *params.stop_token_ids), text)
         with self.plan.blaming():
+            self._refuse_impossible(len(ids), total, params)
+            seq.enqueued = perf_counter()
             self._schedule.enqueue(seq)
-        self._requests[request_id] = _Request(seq, given, stop_ids, text)
+        self._num_added += 1
+        self._requests[request_id] = request
         return request_id
 
     def _encode(self, prompt: Prompt) -> NDArray[np.int32]:
@@ -196,20 +197,21 @@ class Engine(AbstractContextManager["Engine"]):
             if isinstance(prompt, str) and prompt:
                 prompt.encode()  # bytes that are no UTF-8 arrive as lone surrogates
                 prompt = self.tokenizer.encode(prompt)
-            array = np.asarray(list(prompt))
-            if array.size and (array.ndim > 1 or array.dtype.kind not in "iu"):
-                raise TypeError(f"{array.dtype} in {array.ndim} dimensions")
-        if not array.size:
+            listed: list[Any] = list(prompt)
+            ids = np.array(array("q", listed))  # four times as fast as of a list
+            if ids.size and isinstance(listed[0], bool):
+                raise TypeError(f"it begins with {listed[0]}")
+        if not ids.size:
             raise UserError("the prompt is empty: give at least one token")
-        self._refuse_ids(array)
-        return array.astype(np.int32)
+        # An id below 0 is a huge one where there is no sign.
+        self._refuse_ids(ids[ids.view(np.uint64) >= self.facts.vocab_size].tolist())
+        return ids.astype(np.int32)
 
-    def _refuse_ids(self, ids: NDArray[Any]) -> None:
-        size = self.facts.vocab_size
-        bad = ids[(ids < 0) | (ids >= size)]
-        if bad.size:
-            what = f"token id {bad[0]} is outside the model's vocabulary of {size}"
-            raise UserError(f"{what}: give ids from 0 to {size - 1}")
+    def _refuse_ids(self, outside: Iterable[int]) -> None:
+        for token_id in outside:
+            what = f"token id {token_id} is outside the model's vocabulary of"
+            size = self.facts.vocab_size
+            raise UserError(f"{what} {size}: give ids from 0 to {size - 1}")
 
     def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
@@ -224,7 +226,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError(f"{what}: {advice}")
         if refusal := "".join(self._kv.ever_fits(total) or ()):  # a TypeError of what is no text
             raise UserError(refusal)
-        self._refuse_ids(np.array(params.stop_token_ids))
+        self._refuse_ids(i for i in params.stop_token_ids if i >= self.facts.vocab_size)
         if params.stop and not self.tokenizer.has_text:
             what = f"stop is {params.stop!r} and the model has no tokenizer, so there is no text"
             advice = "give stop_token_ids, or add tokenizer.json to the model's directory"
@@ -337,9 +339,9 @@ class Engine(AbstractContextManager["Engine"]):
                 for row, request in zip(np.flatnonzero(live).tolist(), requests, strict=True):
                     if (num_top := request.seq.params.logprobs) is not None:
                         request.seq.logprobs.append(step.logprobs.pairs(row, num_top))
-            for i in np.flatnonzero(ended).tolist():
+            for i in ended.nonzero()[0].tolist():
                 self._conclude(requests[i], "stop" if stopped[i] else "length")
-            for i in np.flatnonzero(self._slots.has_stop_strings[slots] & ~ended).tolist():
+            for i in (self._slots.has_stop_strings[slots] & ~ended).nonzero()[0].tolist():
                 self._read(requests[i])
                 if requests[i].text.stopped:
                     ended[i] = True

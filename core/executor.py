@@ -164,12 +164,12 @@ class Executor:
         if planned is not None:  # that one will not run, and took deltas with it
             self._kv.begin_step(staged[0])
         num_rows = len(plan.slots)
-        lone_tokens = plan.num_decodes == num_rows or int(plan.query_lens.max()) == 1
-        sums = int(plan.query_lens.sum()), int(plan.query_lens.max()), plan.num_decodes
+        lens = plan.query_lens[plan.num_decodes :].tolist()
+        num_tokens, max_query = plan.num_decodes + sum(lens), max(lens, default=1)
         # One token a row: all of it is decoding, whoever they are.
-        num_tokens, max_query, num_decodes = (num_rows, 1, num_rows) if lone_tokens else sums
+        num_decodes = num_rows if max_query == 1 else plan.num_decodes
         seq_lens = plan.starts + plan.query_lens
-        start = int(plan.starts[0]) if num_rows == 1 and not lone_tokens else None
+        start = int(plan.starts[0]) if num_rows == 1 < max_query else None
         wanted = BatchShape(num_tokens, num_rows, max_query, int(seq_lens.max()), start)
         captured = self._captured(wanted) if self._pool and not eagerly else None
         num_logits = int(np.count_nonzero(plan.samples))
@@ -230,9 +230,7 @@ class Executor:
         rows[0, :num_rows], rows[1, :num_rows] = step.slots, step.seq_lens
         rows[:, num_rows : shape.num_seqs] = self._row_padding
         samples = plan.samples
-        sampling, ends = plan.slots, step.query_start[1:]
-        if not samples.all():
-            sampling, ends = sampling[samples], ends[samples]
+        sampling, ends = plan.slots[samples], step.query_start[1:][samples]
         n = len(sampling)
         rows[2, :n], rows[3, :n] = ends - 1, sampling
         rows[2:, n:num_rows] = self._row_padding[2:]

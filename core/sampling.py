@@ -8,7 +8,8 @@ device half is in `core.sampler`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_MIX = [np.uint64(n) for n in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)]
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5  # lower temperatures are greedy, as in vLLM: float32 could not hold the quotients
 _NO_LIMIT = 1e38
@@ -91,15 +93,15 @@ class SamplingParams:
             given: Any = getattr(self, name)
             several = (given,) if isinstance(given, str | Real) else tuple(given or ())
             object.__setattr__(self, name, several)
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not _is_valid(value, str(f.type), f.metadata["low"], f.metadata["high"]):
+        for f in self.__dataclass_fields__.values():
+            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
+            if value is not f.default and not _is_valid(value, str(f.type), low, high):
                 raise UserError(f"{f.name} is {value!r}: give {f.metadata['takes']}")
         if self.min_tokens > self.max_tokens:
             what = f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}"
             raise UserError(f"{what}: raise max_tokens or lower min_tokens")
 
-    @property
+    @cached_property
     def needs(self) -> int:
         """Bits of `Needs`."""
         hot = self.temperature >= _COLDEST
@@ -134,9 +136,9 @@ def _is_valid(value: Any, kind: str, low: float, high: float) -> bool:
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014), elementwise."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> _MIX[0])) * _MIX[1]
+    x = (x ^ (x >> _MIX[2])) * _MIX[3]
+    return x ^ (x >> _MIX[4])
 
 
 def seed_state(seed: int) -> int:
@@ -148,6 +150,5 @@ def seed_state(seed: int) -> int:
 
 def sample_keys(states: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
     """Keys [n, 2] int32 of the tokens at `positions` of requests with these seed states."""
-    with np.errstate(over="ignore"):
-        keys = _mix64(states + positions.astype(np.uint64) * np.uint64(_GOLDEN))
+    keys = _mix64(states + positions.astype(np.uint64) * np.uint64(_GOLDEN))
     return keys.view(np.int32).reshape(-1, 2)

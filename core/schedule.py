@@ -173,7 +173,8 @@ class Schedule:
 
     def reserve(self) -> Sequence | None:
         """Room for one more token of every decoding sequence; the first that there is none for."""
-        slots = self._slots_of_decodes()
+        if not len(slots := self._slots_of_decodes()):
+            return None
         needed = self._slots.num_tokens[slots]
         for slot in slots[needed > self._kv.reserved[slots]].tolist():
             seq = self.decoding[slot]

@@ -22,7 +22,7 @@ class Slots:
     """The numbers of every running sequence, indexed by slot; the last row is the trash slot.
 
     `epoch` counts the owners of a slot: a step in flight remembers it, so that a reused slot never
-    receives the previous owner's token. `tokens` is NO_TOKEN from `num_known` on.
+    receives the previous owner's token. `tokens` is NO_TOKEN from `num_known` to `max_total`.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -53,14 +53,14 @@ class Slots:
     def take(self, seq: Sequence, seed: int, stop_ids: Seq[int]) -> int:
         """Give `seq` a free slot and copy its numbers in."""
         slot, n = self._free.pop(), seq.num_known
-        self.tokens[slot, :n], self.tokens[slot, n:] = seq.token_ids[:n], NO_TOKEN
-        self.token_times[slot, :n] = seq.token_times[:n]
+        self.tokens[slot, :n], self.token_times[slot, :n] = seq.token_ids[:n], seq.token_times[:n]
+        self.tokens[slot, n : seq.max_tokens_total] = NO_TOKEN
         seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
         self.num_known[slot], self.num_tokens[slot] = n, seq.num_tokens
         self.num_computed[slot] = seq.num_computed
         self.max_total[slot] = seq.max_tokens_total
         params = seq.params
-        self.temperature[slot] = params.temperature * (params.needs & Needs.HOT)
+        self.temperature[slot] = params.temperature if params.needs & Needs.HOT else 0
         self.seed_state[slot] = seed_state(seed)
         self.filters[slot] = params.top_k, params.top_p, params.min_p
         self.penalties[slot, 0] = params.repetition_penalty

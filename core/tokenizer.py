@@ -83,9 +83,12 @@ class HFTokenizer(Tokenizer):
     """A tokenizer of transformers, without `clean_up_tokenization_spaces`, which is not local."""
 
     def __init__(self, backend: Any) -> None:
+        from tokenizers.decoders import ByteLevel
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self.backend = backend
+        pipeline = getattr(backend, "backend_tokenizer", None)
+        self._is_bytes = pipeline is not None and isinstance(pipeline.decoder, ByteLevel)
         self._skipped = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self._alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
         self._remembered = functools.cache(self._piece)
@@ -105,12 +108,7 @@ class HFTokenizer(Tokenizer):
         return str(self.backend.decode(list(ids), **as_written))
 
     def incremental(self) -> Decoder:
-        from tokenizers.decoders import ByteLevel
-
-        pipeline = getattr(self.backend, "backend_tokenizer", None)
-        if pipeline is not None and isinstance(pipeline.decoder, ByteLevel):
-            return _byte_decoder(self._remembered)
-        return _WindowDecoder(self).decode
+        return _byte_decoder(self._remembered) if self._is_bytes else _WindowDecoder(self).decode
 
     def token(self, token_id: int) -> str | None:
         """The token's string, or None where `decode` leaves it out: special or unknown."""

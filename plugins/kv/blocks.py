@@ -93,25 +93,26 @@ class BlockPool:
 
         The caller has compared with `num_available`.
         """
-        taken = [self._take_one() for _ in range(num_blocks)]
+        taken = self._free[: -num_blocks - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        taken += [self._evict() for _ in range(num_blocks - len(taken))]
         for block in taken:
             self._refs[block] = 1
         return taken
 
-    def _take_one(self) -> int:
-        if self._free:
-            return self._free.pop()
+    def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
         self.unpublish(block)
         return block
 
     def unpin(self, blocks: Seq[int]) -> None:
         """A sequence lets its blocks go. Tails age before heads: a head alone is still a hit."""
+        refs, keys = self._refs, self._keys
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block]:
+            refs[block] -= 1
+            if refs[block]:
                 continue
-            if self._keys[block] is None:
+            if keys[block] is None:
                 self._free.append(block)
             else:
                 self._evictable[block] = None
