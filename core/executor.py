@@ -20,7 +20,7 @@ from core.model import BEGIN_STEP, LM_HEAD, Operation
 from core.sampler import SAMPLE, Logprobs, Sampler, token_logprobs
 from core.sampling import Needs, sample_keys
 from core.seams import offered
-from core.staging import Staging, core_sections
+from core.staging import Staging, core_sections, token_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class Executor:
         for tokens in (1, limits.max_num_batched_tokens):  # spans that overlap are refused here
             self._cover(self._chain, tokens)
         self._kv_arrays = {n: (shape, kind) for n, (shape, kind) in kv.metadata(limits).items()}
-        self._staging = Staging(core_sections(limits) | self._kv_arrays, device, num_in_flight + 1)
+        self._staging = Staging(self._kv_arrays | core_sections(limits), device, num_in_flight + 1)
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
         self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)
@@ -186,12 +186,12 @@ class Executor:
             if (rounds := rounds + 1) == len(self._count):  # of a row, or a column of all, at least
                 raise ValueError(f"kv.plan() is True {rounds} times, and a step has no more of it")
             self._counters.num_extra_plans += 1
-            self._staging.send()
+            self._staging.send(batch.shape.num_tokens)
             self._kv.begin_step(batch)
             previous, host = host, self._staging.host()
             for name, array in host.items():
                 array[...] = previous[name]
-        self._staging.send()
+        self._staging.send(batch.shape.num_tokens)
         return batch, captured
 
     def _fill_tokens(
@@ -200,7 +200,7 @@ class Executor:
         """Token ids, positions and slots [3, T], and the start of every row [R + 1]; views of
         `host`."""
         known, num_rows = self._slots.tokens, len(plan.slots)
-        starts, tokens = host["query_start"], host["tokens"]
+        starts, tokens = host["query_start"], token_rows(host["tokens"], shape.num_tokens)
         live = tokens[:, :num_tokens]
         if num_tokens == num_rows:
             starts[: num_rows + 1] = self._count[: num_rows + 1]
@@ -218,7 +218,7 @@ class Executor:
             live[2] = np.repeat(plan.slots, lens)
             live[0] = known[live[2], live[1]]
         starts[num_rows + 1 : shape.num_seqs + 1] = num_tokens
-        tokens[:, num_tokens : shape.num_tokens] = self._token_padding
+        tokens[:, num_tokens:] = self._token_padding
         return live, starts[: num_rows + 1]
 
     def _fill_rows(self, host: Mapping[str, NDArray[Any]], plan: StepPlan, step: HostBatch) -> int:
@@ -274,11 +274,10 @@ class Executor:
         size = T, R, L = shape.num_tokens, shape.num_seqs, num_logits
         if size not in self._views:  # those of the step before, as a rule: a view costs 1 us
             d = self._staging.device
-            token_ids, positions, token_slots = d["tokens"][:, :T]
             slots, seq_lens = d["rows"][:2, :R]
             logit_rows, sample_slots = d["rows"][2:, :L]
             self._views = {size: (
-                token_ids, positions, token_slots, slots, d["query_start"][: R + 1], seq_lens,
+                *token_rows(d["tokens"], T), slots, d["query_start"][: R + 1], seq_lens,
                 d["num_decodes"], logit_rows, sample_slots, d["temperature"][:L],
                 d["sample_keys"][:L], {name: d[name] for name in self._kv_arrays},
                 self._last_token, self._logits[:L],
@@ -326,9 +325,10 @@ class Executor:
         host = self._staging.host()
         for array in host.values():
             array[...] = 0
-        host["rows"][...], host["tokens"][...] = self._row_padding, self._token_padding
+        host["rows"][...] = self._row_padding
+        token_rows(host["tokens"], shape.num_tokens)[...] = self._token_padding
         self._kv.plan(step, {name: host[name] for name in self._kv_arrays})
-        self._staging.send()
+        self._staging.send(shape.num_tokens)
 
     # -------- score
 

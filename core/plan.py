@@ -69,8 +69,7 @@ class Blaming(NamedTuple):
 
     plan: Plan
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MIX = [np.uint64(n) for n in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)]
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5  # lower temperatures are greedy, as in vLLM: float32 could not hold the quotients
 _NO_LIMIT = 1e38
@@ -136,9 +135,9 @@ def _is_valid(value: Any, kind: str, low: float, high: float) -> bool:
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014), elementwise."""
-    x = (x ^ (x >> _MIX[0])) * _MIX[1]
-    x = (x ^ (x >> _MIX[2])) * _MIX[3]
-    return x ^ (x >> _MIX[4])
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def seed_state(seed: int) -> int:

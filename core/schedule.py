@@ -161,7 +161,7 @@ class Schedule:
         """Room for one more token of every decoding sequence; True if someone had to give way for
         it."""
         preempted = False
-        while (seq := self.reserve()) is not None:
+        while self.decoding and (seq := self.reserve()) is not None:
             if self._drain():
                 continue  # what landed may have ended sequences, and freed their room
             others = [*self.prefilling, *(s for s in self.decoding.values() if s is not seq)]
@@ -173,8 +173,7 @@ class Schedule:
 
     def reserve(self) -> Sequence | None:
         """Room for one more token of every decoding sequence; the first that there is none for."""
-        if not len(slots := self._slots_of_decodes()):
-            return None
+        slots = self._slots_of_decodes()
         needed = self._slots.num_tokens[slots]
         for slot in slots[needed > self._kv.reserved[slots]].tolist():
             seq = self.decoding[slot]

@@ -57,8 +57,7 @@ class Slots:
         self.tokens[slot, n : seq.max_tokens_total] = NO_TOKEN
         seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
         self.num_known[slot], self.num_tokens[slot] = n, seq.num_tokens
-        self.num_computed[slot] = seq.num_computed
-        self.max_total[slot] = seq.max_tokens_total
+        self.num_computed[slot], self.max_total[slot] = seq.num_computed, seq.max_tokens_total
         params = seq.params
         self.temperature[slot] = params.temperature if params.needs & Needs.HOT else 0
         self.seed_state[slot] = seed_state(seed)
@@ -73,8 +72,7 @@ class Slots:
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         self.needs[slot] = params.needs
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.owner[slot] = seq
-        seq.slot = slot
+        self.owner[slot], seq.slot = seq, slot
         return slot
 
     def give_back(self, seq: Sequence) -> None:

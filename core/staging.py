@@ -29,7 +29,7 @@ _ALIGN = 16  # bytes
 def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
     """The core's own arrays. Those of one length share an array, to be padded in one assignment.
 
-    "rows": slots, seq_lens, logit_rows, sample_slots; "tokens": token_ids, positions, token_slots.
+    "rows": slots, seq_lens, logit_rows, sample_slots; "tokens", which comes last, as `token_rows`.
     """
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     return {
@@ -40,12 +40,23 @@ def core_sections(limits: Limits) -> dict[str, tuple[tuple[int, ...], str]]:
         "sample_keys": ((rows, 2), "int32"),
         "filters": ((rows, 3), "float32"),
         "penalties": ((rows, 4), "float32"),
-        "tokens": ((3, tokens), "int32"),
+        "tokens": ((3 * _width(tokens),), "int32"),
     }
 
 
+def token_rows(tokens: Any, num_tokens: int) -> Any:
+    """The first of the array "tokens", of host or device, as [3, T]: token_ids, positions,
+    token_slots. So what a step uses is in one piece, however many tokens it has."""
+    return tokens[: 3 * _width(num_tokens)].reshape(3, -1)[:, :num_tokens]
+
+
+def _width(num_tokens: int) -> int:
+    """Elements of a row, whose start kernels like to find at a multiple of 16 bytes."""
+    return math.ceil(num_tokens / 4) * 4
+
+
 class Staging:
-    """Host ring and device buffer for a set of named arrays."""
+    """Host ring and device buffer for a set of named arrays, the last of which is "tokens"."""
 
     def __init__(self, arrays: Arrays, device: torch.device, num_host: int) -> None:
         size = sum(_padded(*array) for array in arrays.values())
@@ -66,10 +77,13 @@ class Staging:
             self._copied[self._turn].synchronize()
         return self._host[self._turn]
 
-    def send(self) -> None:
-        """Copy what `host()` gave to the device, in stream order, and turn the ring."""
+    def send(self, num_tokens: int) -> None:
+        """Copy what `host()` gave to the device, the rows of so many tokens, in stream order, and
+        turn the ring."""
         if self._on_cuda:
-            self._device.copy_(self._ring[self._turn], non_blocking=True)
+            unused = len(self.device["tokens"]) - 3 * _width(num_tokens)
+            end = len(self._device) - 4 * unused
+            self._device[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
             self._copied[self._turn].record()
             self._turn = (self._turn + 1) % len(self._ring)
 

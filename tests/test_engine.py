@@ -421,7 +421,8 @@ def test_the_scheduler_observes_every_step(checkpoints, overlap):
         engine.generate([[5] * 20, [6] * 8], SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(seen) == engine.counters.num_steps
     assert [(tokens, seqs) for tokens, seqs, _ in seen] == [(24, 2), (5, 2), (2, 2), (1, 1)]
-    assert all(seconds > 1e-4 for _, _, seconds in seen), "a step of two layers in no time at all"
+    # The last of two that overlap has run when the one before it lands: what is left is host work.
+    assert all(seconds > 1e-5 for _, _, seconds in seen), "a step of two layers in no time at all"
 
 
 def test_priority_and_metadata_reach_the_scheduler(checkpoints):

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from core import Engine, SamplingParams
+from core.batch import Limits
+from core.staging import core_sections, token_rows
 from core.testing.late import LateDevice, running_late
 from core.testing.tiny import reference_generate, save_tiny
 from core.tokenizer import Tokenizer
@@ -489,16 +491,35 @@ def test_a_staging_buffer_is_written_again_only_after_its_copy(num_host):
     """mini-sglang #103: two plans in flight that share one pinned buffer. Here no copy has run when
     the ring is through, and every step must still find what was staged for it."""
     device = LateDevice()
-    staging = device.staging({"a": ((4,), "int32"), "b": ((3, 5), "float32")}, num_host)
+    arrays = {"a": ((4,), "int32"), "b": ((3, 5), "float32"), "tokens": ((12,), "int32")}
+    staging = device.staging(arrays, num_host)
     seen = []
     for step in range(10):
         host = staging.host()
         assert device.num_waits == max(0, step + 1 - num_host), "it waits for one copy alone"
-        host["a"][:], host["b"][:] = step, step / 2
-        staging.send()
+        host["a"][:], host["b"][:], host["tokens"][:] = step, step / 2, step
+        staging.send(num_tokens=4)
         device.enqueue(lambda: seen.append([x.tolist() for x in staging.device.values()]))
     device.run_until(device.num_queued)
-    assert seen == [[[step] * 4, [[step / 2] * 5] * 3] for step in range(10)]
+    assert seen == [[[step] * 4, [[step / 2] * 5] * 3, [step] * 12] for step in range(10)]
+
+
+def test_of_the_tokens_only_those_that_a_step_has_are_sent():
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=30)
+    device = LateDevice()
+    staging = device.staging({"mine": ((3,), "int64")} | core_sections(limits), num_host=2)
+    for num_tokens, value in ((30, 1), (5, 2)):
+        host = staging.host()
+        for array in host.values():
+            array[...] = value
+        staging.send(num_tokens)
+        device.run_until(device.num_queued)
+    tokens = staging.device.pop("tokens")
+    assert all((array == 2).all() for array in staging.device.values())
+    rows = token_rows(tokens, 5)
+    assert rows.shape == (3, 5) and (rows == 2).all()
+    assert all(row.data_ptr() % 16 == rows.data_ptr() % 16 for row in rows)
+    assert int((tokens == 2).sum()) == 3 * 8 and int((tokens == 1).sum()) == 3 * 32 - 3 * 8
 
 
 @pytest.mark.parametrize("depth", [0, 1])

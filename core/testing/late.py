@@ -94,7 +94,8 @@ class _Event:
 
 
 class _Buffer(torch.Tensor):
-    """Device memory: copies into it are queued. Views of it are ordinary tensors."""
+    """Device memory: copies into it, or into its first bytes, are queued. Views of it are ordinary
+    tensors."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     late: LateDevice
@@ -102,6 +103,11 @@ class _Buffer(torch.Tensor):
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         self.late.enqueue(partial(torch.Tensor.copy_, self, source))
         return self
+
+    def __getitem__(self, place: Any) -> Tensor:
+        part = super().__getitem__(place).as_subclass(_Buffer)
+        part.late = self.late
+        return part
 
     def cpu(self, memory_format: Any = None) -> Tensor:
         return self.clone().as_subclass(_Pinned)

@@ -3,7 +3,7 @@
 A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
 4. In small steps the products of small weights are a matter of latency too, and have kernels of
 their own: for one row with the norm in front and the addition behind, for up to 16 rows alone, for
-up to 64 tokens, and where K is shared out for up to 256, with the addition and the norm behind.
+up to 64 tokens, and where K is shared out for 2 to 256, with the addition and the norm behind.
 """
 
 from __future__ import annotations
@@ -70,17 +70,19 @@ def _tile_rows(weight: str) -> Callable[..., bool]:
 
 
 def _shared_rows(weight: str, device: torch.device) -> Callable[..., bool]:
-    """As `_tile_rows`, and more rows of a product that is shared out along K."""
+    """As `_tile_rows`; fewer rows and more of a product that is better shared out along K."""
 
     def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+        from plugins.fusion.kernels.few_rows import suits_parts
         from plugins.fusion.kernels.one_tile import suits_tall
 
-        if num_tokens <= MAX_TILE_ROWS:
-            return _tile_rows(weight)(num_tokens, facts, sink)
         n = facts.hidden_size
-        is_small = _rows(1, num_tokens, weight)(num_tokens, facts, sink)
         k = _num_elements(facts, weight) // n
-        return is_small and suits_tall(num_tokens, n, k, num_sms(device))
+        if num_tokens <= MAX_FEW_ROWS:
+            suits = suits_parts(num_tokens, k)
+        else:
+            suits = num_tokens <= MAX_TILE_ROWS or suits_tall(num_tokens, n, k, num_sms(device))
+        return suits and _rows(1, num_tokens, weight)(num_tokens, facts, sink)
 
     return is_wanted
 

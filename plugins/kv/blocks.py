@@ -187,9 +187,10 @@ class BlockTables:
         place = slot * self.num_columns + first_column
         self._pending.extend(range(place, place + len(blocks)))
 
-    def send(self, index: NDArray[np.int64], block: NDArray[np.int32]) -> bool:
-        """Fill both arrays with the oldest changes and padding; True if some are left."""
-        n = min(len(self._pending), len(index))
+    def send(self, index: NDArray[np.int64], block: NDArray[np.int32], most: int = NEVER) -> bool:
+        """Fill both arrays with the oldest changes, `most` at most, and padding; True if some are
+        left."""
+        n = min(len(self._pending), len(index), most)
         index[:n] = self._pending[:n]
         index[n:] = self._trash_place
         block[:] = self.host.reshape(-1)[index]
@@ -202,12 +203,18 @@ def num_columns(limits: Limits, block_size: int) -> int:
     return -(-limits.max_model_len // block_size)
 
 
-def delta_arrays(limits: Limits, block_size: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Metadata for table changes: room for every block that a full step can begin, and more.
+def num_deltas(num_tokens: int, num_seqs: int, block_size: int) -> int:
+    """Places for table changes of a step: every block that it can begin, and more.
 
-    A long prefix hit brings more than that; `plan` then asks for another round.
+    A prompt that is admitted whole and computed in chunks, or a long prefix hit, brings more than
+    that; `plan` then asks for another round.
     """
-    n = -(-limits.max_num_batched_tokens // block_size) + 2 * limits.max_num_seqs + 8
+    return -(-num_tokens // block_size) + 2 * num_seqs + 8
+
+
+def delta_arrays(limits: Limits, block_size: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Metadata for the table changes of any step."""
+    n = num_deltas(limits.max_num_batched_tokens, limits.max_num_seqs, block_size)
     return {"delta_index": ((n,), "int64"), "delta_block": ((n,), "int32")}
 
 

@@ -16,6 +16,7 @@ from plugins.kv.blocks import (
     Held,
     delta_arrays,
     num_columns,
+    num_deltas,
     slot_rows,
 )
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from core.batch import Batch, HostBatch, Limits, Sequence
+    from core.batch import Batch, BatchShape, HostBatch, Limits, Sequence
     from core.facts import ModelFacts
     from core.seams import KVSink
 
@@ -246,11 +247,23 @@ class Paged:
 
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> bool:
         self.path.plan(step, host)
-        return self.tables.send(host["delta_index"], host["delta_block"])
+        # Whoever launches a step whose shape is not known yet may launch a larger one: there
+        # everything behind the changes is padding.
+        index, block = self._deltas(host, step.shape)
+        return self.tables.send(index, block, self._num_deltas(step.shape or step))
 
     def begin_step(self, batch: Batch) -> None:
-        self.storage.apply_deltas(batch.kv["delta_index"], batch.kv["delta_block"])
+        self.storage.apply_deltas(*self._deltas(batch.kv, batch.shape))
         self.path.begin_step(batch)
+
+    def _deltas(self, arrays: Mapping[str, Any], shape: BatchShape | None) -> tuple[Any, Any]:
+        """Index and block of the table changes that travel with a step of `shape`; all there is
+        room for where it is None."""
+        n = None if shape is None else self._num_deltas(shape)
+        return arrays["delta_index"][:n], arrays["delta_block"][:n]
+
+    def _num_deltas(self, step: BatchShape | HostBatch) -> int:
+        return num_deltas(step.num_tokens, step.num_seqs, self.block_size)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         self.path.write(layer, k, v, batch)

@@ -193,6 +193,25 @@ def test_one_tile_parts(place, shape, num_rows):
 
 
 @pytest.mark.parametrize(
+    ("place", "shape", "num_rows"),
+    every_pair(PLACES, [(5, 24), (33, 1500), (20, 3072), (16, 4864)], [2, 16]),
+    ids=str,
+)
+def test_few_rows_parts(place, shape, num_rows):
+    from plugins.fusion.kernels.few_rows import few_rows_parts
+    from plugins.fusion.kernels.one_tile import one_tile_parts_reference
+
+    n, k = shape
+    x, weight = randn(place, num_rows, k + 8)[:, :k], weights(place, n, k)
+    parts = few_rows_parts(x, weight)
+    assert parts.dtype == torch.float32 and len(parts) == min(3, -(-k // 1024))
+    wanted = one_tile_parts_reference(*on_a_cpu((x, weight)))
+    tolerance = parity.SPAN[torch.float32]
+    found = parts.double().sum(0).cpu()
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
     ("place", "width", "num_parts"), every_pair(PLACES, [8, 1000, 1024], [1, 2, 4]), ids=str
 )
 def test_add_parts_norm(place, width, num_parts):

@@ -59,9 +59,10 @@ def test_num_blocks_overrides_the_bytes():
 
 
 def test_deltas_that_do_not_fit_take_another_round():
-    """16 places a step here; a hit on 95 blocks of one token brings 96 changes of the table."""
+    """A step of one token has 11 places here, and a hit on 95 blocks of one token brings 96 changes
+    of the table."""
     rig = Rig(Paged(Paged.Config(block_size=1)), num_tokens=200, limits=Limits(96, 2, 4))
-    for expected_rounds in (0, 5):
+    for expected_rounds in (0, 8):
         seq = rig.sequence([1] * 96)
         rig.admit(seq, 4)
         rounds = rig.num_extra_plans

@@ -7,8 +7,10 @@ Results are rounded where the plain nodes round.
 
 Two kernels: for one row, whose products run on CUDA cores; for 2 to 16, the height of a tensor-core
 tile. In the second the warps of a program share K between them, or it would be one long chain of
-dependent instructions. With more rows it loses to cuBLAS, where plugins.fusion.kernels.one_tile
-takes over. It loses where weights are large, too (Qwen3-4B's gate_up at 8 rows on an H200: 47.7 µs
+dependent instructions. Where K is long, programs share it too, and the addition and norm behind
+them add up their parts (a layer of Qwen3-0.6B without attention at 8 rows on an H200: 18.4 µs
+instead of 19.5). With more rows it loses to cuBLAS, where plugins.fusion.kernels.one_tile takes
+over. It loses where weights are large, too (Qwen3-4B's gate_up at 8 rows on an H200: 47.7 µs
 against 28.5): those are a matter of bandwidth.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _TILE_M = 16  # rows of a tensor-core tile
 _ELEMENTS = 32 * 1024  # of weights that a program of four warps can keep in registers
 _CHUNK = 1024  # of K at a time
+_MOST_PARTS = 3  # of a product whose programs share K
 
 
 @triton.jit
@@ -114,17 +118,17 @@ def _one_row_kernel(
 @triton.jit
 def _few_rows_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, stride_x,
-    N: tl.constexpr, K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, NUM_AHEAD: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, NUM_AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Everything is [PARTS, rows, CHUNK // PARTS]: a warp a part of K, summed at the end.
+    # Everything is [PARTS, rows, CHUNK // PARTS]: a warp a part of CHUNK, summed at the end.
     let_next_start(PDL)
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     m = tl.arange(0, TILE_M)
-    part = tl.arange(0, PARTS)[:, None, None] * (CHUNK // PARTS)
+    part = tl.program_id(1) * SHARE + tl.arange(0, PARTS)[:, None, None] * (CHUNK // PARTS)
     k = part + tl.arange(0, CHUNK // PARTS)[None, None, :]
-    EVEN: tl.constexpr = K % CHUNK == 0
+    EVEN: tl.constexpr = K % SHARE == 0 and SHARE % CHUNK == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     w_at = w_ptr + tl.minimum(n, N - 1)[None, :, None].to(tl.int64) * K + k
     w0 = _weights(w_at, k, K, EVEN)
@@ -150,7 +154,7 @@ def _few_rows_kernel(
     if NUM_AHEAD > 2:
         x = tl.load(x_at + 2 * CHUNK, mask=is_row & (2 * CHUNK + k < K), other=0.0)
         acc = tl.dot(x, tl.permute(w2, (0, 2, 1)), acc, input_precision="ieee")
-    for start in range(NUM_AHEAD * CHUNK, K, CHUNK):
+    for start in range(NUM_AHEAD * CHUNK, SHARE, CHUNK):
         x = tl.load(x_at + start, mask=is_row & (start + k < K), other=0.0)
         w = _weights(w_at + start, start + k, K, EVEN)
         acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
@@ -164,7 +168,8 @@ def _few_rows_kernel(
     if ACT:
         out = activated(out, tl.sum(acc_up, 0), dtype)
     mask = (m < num_rows)[:, None] & (n < N)[None, :]
-    out_at = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
+    row = tl.program_id(1).to(tl.int64) * num_rows + m
+    out_at = out_ptr + row[:, None] * N + n[None, :]
     tl.store(out_at, out.to(dtype), mask=mask)
 
 
@@ -235,17 +240,40 @@ def few_rows(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, act: bool = False
 ) -> Tensor:
     """linear of M <= 16 rows of unit stride: [M, N]. `act` as in `one_row`."""
-    num_rows = x_MK.shape[0]
     n, k = weight_NK.shape[0] // (2 if act else 1), weight_NK.shape[1]
     launch = _launch(8 if n <= 2048 else 16 if act else 32, k, act)
-    out = x_MK.new_empty(num_rows, n)
-    _few_rows_kernel[(triton.cdiv(n, launch.num_outputs),)](
-        x_MK, weight_NK, weight_NK if bias_N is None else bias_N, out, num_rows, x_MK.stride(0),
-        N=n, K=k, TILE_M=_TILE_M, TILE_N=launch.num_outputs, CHUNK=launch.chunk, PARTS=4,
-        NUM_AHEAD=launch.num_ahead, BIAS=bias_N is not None, ACT=act,
-        num_warps=4, num_stages=2, **early(x_MK.device),
-    )  # fmt: skip
+    out = x_MK.new_empty(len(x_MK), n)
+    _run(x_MK, weight_NK, bias_N, launch, k, act, out)
     return out
+
+
+def suits_parts(num_rows: int, k: int) -> bool:
+    """Whether programs that share K are faster, by what was measured."""
+    return 1 < num_rows <= _TILE_M and k >= _MOST_PARTS * _CHUNK
+
+
+def few_rows_parts(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Float32 [parts, M, N] whose sum over parts is linear of M <= 16 rows of unit stride."""
+    n, k = weight_NK.shape
+    share = triton.cdiv(triton.cdiv(k, _MOST_PARTS), _CHUNK) * _CHUNK
+    shape = triton.cdiv(k, share), len(x_MK), n
+    out = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    _run(x_MK, weight_NK, None, _launch(8, share, False), share, False, out)
+    return out
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch, share: int, act: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """`out` [..., M, N], of which every share of K is one [M, N]."""
+    n, k = out.shape[-1], weight.shape[1]
+    _few_rows_kernel[triton.cdiv(n, launch.num_outputs), triton.cdiv(k, share)](
+        x, weight, weight if bias is None else bias, out, len(x), x.stride(0),
+        N=n, K=k, SHARE=share, TILE_M=_TILE_M, TILE_N=launch.num_outputs, CHUNK=launch.chunk,
+        PARTS=4, NUM_AHEAD=launch.num_ahead, BIAS=bias is not None, ACT=act,
+        num_warps=4, num_stages=2, **early(x.device),
+    )  # fmt: skip
 
 
 def few_rows_reference(

@@ -13,7 +13,7 @@ from plugins.fusion.kernels.add_norm import (
     embed_norm as _embed_norm,
     norm as _norm,
 )
-from plugins.fusion.kernels.few_rows import few_rows, one_row
+from plugins.fusion.kernels.few_rows import few_rows, few_rows_parts, one_row, suits_parts
 from plugins.fusion.kernels.one_tile import one_tile, one_tile_parts
 from plugins.fusion.kernels.qk_rope_write import qk_rope_write as _qk_rope_write
 from plugins.fusion.kernels.qk_rope_write_int8 import qk_rope_write_int8 as _qk_rope_write_int8
@@ -148,6 +148,11 @@ def down(sites: Sites, batch: Batch, act: Tensor) -> tuple[Tensor]:
 # -------- for the rows of one tile
 
 
+def _parts(x: Tensor, weight: Tensor) -> Tensor:
+    is_few = suits_parts(*x.shape)
+    return few_rows_parts(x, weight) if is_few else one_tile_parts(x, weight)
+
+
 def qkv_proj_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
     """qkv_proj: (qkv,)."""
     return (one_tile(hidden, sites[0].weights.qkv, sites[0].weights.qkv_bias),)
@@ -162,7 +167,7 @@ def o_add_mlp_norm(
     sites: Sites, batch: Batch, residual: Tensor, ctx: Tensor
 ) -> tuple[Tensor, Tensor]:
     """o_proj · attn_add · mlp_norm: (residual, hidden), the first in place."""
-    parts = one_tile_parts(ctx, sites[0].weights.o)
+    parts = _parts(ctx, sites[0].weights.o)
     gain, eps = sites[2].weights.mlp_norm, sites[2].facts.rms_norm_eps
     return residual, add_parts_norm(residual, parts, gain, eps)
 
@@ -171,14 +176,14 @@ def down_add_attn_norm(
     sites: Sites, batch: Batch, residual: Tensor, act: Tensor
 ) -> tuple[Tensor, Tensor]:
     """down · mlp_add · attn_norm of the next layer: (residual, hidden), the first in place."""
-    parts = one_tile_parts(act, sites[0].weights.down)
+    parts = _parts(act, sites[0].weights.down)
     gain, eps = sites[2].weights.attn_norm, sites[2].facts.rms_norm_eps
     return residual, add_parts_norm(residual, parts, gain, eps)
 
 
 def down_add_final_norm(sites: Sites, batch: Batch, residual: Tensor, act: Tensor) -> tuple[Tensor]:
     """down · mlp_add · final_norm: (hidden,); nothing reads the residual after it."""
-    parts = one_tile_parts(act, sites[0].weights.down)
+    parts = _parts(act, sites[0].weights.down)
     gain, eps = sites[2].model.final_norm, sites[2].facts.rms_norm_eps
     return (add_parts_norm(residual, parts, gain, eps),)
 
