@@ -27,11 +27,10 @@ class HandsOutTwice(Paged):
         super().bind(facts, limits, kv_cache_bytes, device)
 
         class Pool(BlockPool):
-            def _take_one(self):
-                block = super()._take_one()
-                if block % 7 == 3:
-                    self._free.insert(0, block)
-                return block
+            def take(self, num_blocks):
+                taken = super().take(num_blocks)
+                self._free[:0] = [block for block in taken if block % 7 == 3]
+                return taken
 
         self.pool = Pool(self.pool.num_blocks, self.block_size)
 
