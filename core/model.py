@@ -138,7 +138,7 @@ def _final_norm(site: Site, batch: Batch, residual: Tensor) -> tuple[Tensor, ...
 
 
 def _lm_head(site: Site, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    rows = hidden[batch.logit_rows]
+    rows = hidden.index_select(0, batch.logit_rows)
     if batch.logits is None:
         return (F.linear(rows, site.model.lm_head),)
     # The static buffer: a graph of its own, the sampler's, reads it.

@@ -69,6 +69,21 @@ def _tile_rows(weight: str) -> Callable[..., bool]:
     return _rows(MAX_FEW_ROWS + 1, MAX_TILE_ROWS, weight)
 
 
+def _tall_rows(weight: str, device: torch.device) -> Callable[..., bool]:
+    """As `_tile_rows`, and more rows where one wave of programs computes them."""
+
+    def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+        from plugins.fusion.kernels.one_tile import suits_tall
+
+        k = facts.hidden_size
+        n = _num_elements(facts, weight) // k
+        suits = num_tokens <= MAX_TILE_ROWS
+        suits = suits or suits_tall(num_tokens, n, k, num_sms(device), by_parts=False)
+        return suits and _rows(MAX_FEW_ROWS + 1, num_tokens, weight)(num_tokens, facts, sink)
+
+    return is_wanted
+
+
 def _shared_rows(weight: str, device: torch.device) -> Callable[..., bool]:
     """As `_tile_rows`; fewer rows and more of a product that is better shared out along K."""
 
@@ -81,7 +96,8 @@ def _shared_rows(weight: str, device: torch.device) -> Callable[..., bool]:
         if num_tokens <= MAX_FEW_ROWS:
             suits = suits_parts(num_tokens, k)
         else:
-            suits = num_tokens <= MAX_TILE_ROWS or suits_tall(num_tokens, n, k, num_sms(device))
+            suits = num_tokens <= MAX_TILE_ROWS
+            suits = suits or suits_tall(num_tokens, n, k, num_sms(device), by_parts=True)
         return suits and _rows(1, num_tokens, weight)(num_tokens, facts, sink)
 
     return is_wanted
@@ -116,7 +132,7 @@ def _tile_spans(device: torch.device) -> tuple[Span, ...]:
         *((("down", "mlp_add", norm), run, "down") for norm, run in down_add),
     )
     return (
-        Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tile_rows("qkv")),
+        Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tall_rows("qkv", device)),
         Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act_tile, _tile_rows("gate_up")),
         *(
             Span("linear_add_norm", nodes, run, _shared_rows(of, device), 1)

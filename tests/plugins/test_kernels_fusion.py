@@ -158,7 +158,7 @@ def test_few_rows(place, shape, num_rows, kind):
 
 @pytest.mark.parametrize(
     ("place", "shape", "num_rows", "kind"),
-    every_pair(PLACES, PRODUCTS, [17, 64], ["plain", "bias", "act"]),
+    every_pair(PLACES, PRODUCTS, [17, 64, 65, 128], ["plain", "bias", "act"]),
     ids=str,
 )
 def test_one_tile(place, shape, num_rows, kind):
@@ -435,9 +435,9 @@ def test_sampled_frequencies_are_the_softmax(place):
 # ---------------------------------------------------------------------------------------- the chain
 
 
-def tiny(place, *, qk_norm, num_layers=2):
+def tiny(place, *, qk_norm, num_layers=2, inner=40):
     """A random decoder and a stand-in for a cache: tokens have places, attention mixes q, k, v."""
-    hidden, heads, kv_heads, head_dim, inner, vocab = 48, 4, 2, 16, 40, 30
+    hidden, heads, kv_heads, head_dim, vocab = 48, 4, 2, 16, 30
     facts = ModelFacts(
         num_layers, hidden, inner, heads, kv_heads, head_dim, vocab, 64, 1e-6, 1e4,
         qk_norm=qk_norm, dtype=place[1],
@@ -501,21 +501,25 @@ def covered_by(chain, facts, sink, place, num_tokens):
 
 
 MANY = "qkv_proj qk_rope_write attention o_proj add_norm gate_up act_mul down add_norm"
-TALL = "qkv_proj qk_rope_write attention linear_add_norm gate_up act_mul linear_add_norm"
+PARTS = "qkv_proj qk_rope_write attention linear_add_norm gate_up act_mul linear_add_norm"
+TALL = "linear qk_rope_write attention linear_add_norm gate_up act_mul linear_add_norm"
 TILE = "linear qk_rope_write attention linear_add_norm linear_act linear_add_norm"
 FEW = "linear qk_rope_write attention linear add_norm linear_act linear add_norm"
+LONG = "linear qk_rope_write attention linear add_norm linear_act linear_add_norm"
 ONE = "norm_linear qk_rope_write attention linear_add norm_linear linear_add"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 256, 257])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 128, 129, 256, 257])
 def test_small_steps_have_kernels_for_products(place, num_tokens):
     """The first layer's norm goes with the embedding; the last addition of one row with a product,
-    and the final norm is alone then. From 65 tokens on only products that are shared out have one.
-    Not in float32."""
+    and the final norm is alone then. From 65 tokens on gate_up has none, and from 129 on only
+    products that are shared out have one. Not in float32."""
     facts, sink, chain, _ = tiny(place, qk_norm=True)
     found = [op.name for op in covered_by(chain, facts, sink, place, num_tokens)]
     if num_tokens == 257 or place[1] == torch.float32:
         assert found == ["embed_norm", *MANY.split() * 2, "lm_head"]
+    elif num_tokens > 128:
+        assert found == ["embed_norm", *PARTS.split() * 2, "lm_head"]
     elif num_tokens > 64:
         assert found == ["embed_norm", *TALL.split() * 2, "lm_head"]
     elif num_tokens > 16:
@@ -525,6 +529,18 @@ def test_small_steps_have_kernels_for_products(place, num_tokens):
     else:
         first = ["embed_norm", "linear", *ONE.split()[1:]]
         assert found == [*first, *ONE.split(), "norm", "lm_head"]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16])
+def test_few_rows_share_a_long_k_too(place, num_tokens):
+    facts, sink, chain, batch = tiny(place, qk_norm=True, inner=3072)
+    covered = covered_by(chain, facts, sink, place, num_tokens)
+    layer = MANY if place[1] == torch.float32 else LONG
+    assert [op.name for op in covered] == ["embed_norm", *layer.split() * 2, "lm_head"]
+    wanted = execute(cover(chain, []), batch, {})["logits"]
+    found = execute(covered, batch, {})["logits"]
+    tolerance = parity.CHAIN[place[1]]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.skipif(INTERPRETING, reason=HERE)
@@ -547,10 +563,14 @@ def test_tall_products_run_at_once():
 
     weights = [(1024, 2048), (1024, 3072), (896, 896), (896, 4864), (2048, 2048)]
     sizes = (64, 65, 128, 129, 256, 257)
-    found = {rows: [suits_tall(rows, *w, 132) for w in weights] for rows in sizes}
+    found = {rows: [suits_tall(rows, *w, 132, by_parts=True) for w in weights] for rows in sizes}
     assert found[65] == found[128] == [True, True, True, True, False]
     assert found[129] == found[256] == [True, True, True, False, False]
-    assert not any(found[64] + found[257]) and not suits_tall(128, 1024, 2048, 108)
+    assert not any(found[64] + found[257])
+    assert not suits_tall(128, 1024, 2048, 108, by_parts=True)
+    for rows, suits in {64: False, 65: True, 128: True, 129: False}.items():
+        assert suits_tall(rows, 4096, 1024, 132, by_parts=False) == suits  # qkv of Qwen3-0.6B
+    assert not suits_tall(128, 4096, 2048, 132, by_parts=False)  # of Qwen3-1.7B
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Products with a weight whose programs compute one tile each: up to 64 rows, or 256 by parts.
+"""Products with a weight whose programs compute one tile each: up to 128 rows, or 256 by parts.
 
 Still a matter of latency where the weight is small: a layer of Qwen3-0.6B (four products, two norms
 and an activation) takes an H200 28.0 µs at 64 rows by cuBLAS and 21.3 by these kernels, which send
@@ -8,9 +8,10 @@ gate_up at 64 rows: 30.7 µs against 34.0).
 
 A product of few outputs is shared out along K too, or most of the device would idle: its parts are
 left in float32, and added up, always in the same order, by the addition and norm behind it. With
-more than 64 rows only such products are faster than cuBLAS's (o_proj and down of Qwen3-0.6B with
+more than 64 rows such products are faster than cuBLAS's (o_proj and down of Qwen3-0.6B with
 addition and norm, µs: 128 rows 5.5 and 7.1 against 8.2 and 9.0, 256 rows 7.7 and 9.4 against 8.6
-and 9.9; at 384 rows they are slower).
+and 9.9; at 384 rows they are slower), and up to 128 rows that of qkv (a layer without attention at
+128 rows: 26.4 against 26.8), but not gate_up's with its activation (27.7).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TALL, _TILE_N = 128, 32  # rows, where there are more than 64, and outputs of a program
-_MOST_ROWS = 256  # of a product by parts
+_MOST_ROWS, _MOST_ROWS_BY_PARTS = 128, 256
 _LONGEST_PART = 1536  # with more than 64 rows
 _LINE = 64  # elements of two bytes in a line of L2
 _MOST_LINES = 16  # of a row of weights, sent for ahead
@@ -37,10 +38,11 @@ SHARED_BYTES = 160 << 10  # that a program takes
 
 
 class Tiling(NamedTuple):
-    """Rows of a program; elements of K a step of its pipeline, and its stages; how many programs
-    share K at most."""
+    """Rows and warps of a program; elements of K a step of its pipeline, and its stages; how many
+    programs share K at most."""
 
     num_rows: int
+    num_warps: int
     chunk: int
     stages: int
     most_parts: int
@@ -55,21 +57,23 @@ def _tiling(num_rows: int, weight: Tensor, *, act: bool = False, by_parts: bool 
     tall = num_rows > 64
     most = (128 if act or tall else 256) * 2 // weight.itemsize
     chunk = min(most, max(16, triton.next_power_of_2(weight.shape[1])))
+    if tall and not by_parts:
+        return Tiling(_TALL, 8, chunk, 3, 1)
     most_parts = _most_parts(num_rows) if by_parts else 1
-    return Tiling(_TALL if tall else 64, chunk, 4 if act or tall else 3, most_parts)
+    return Tiling(_TALL if tall else 64, 4, chunk, 4 if act or tall else 3, most_parts)
 
 
 def _most_parts(num_rows: int) -> int:
     return 4 if num_rows <= 128 else 2
 
 
-def suits_tall(num_rows: int, n: int, k: int, num_sms: int) -> bool:
-    """Whether a product by parts of more than 64 rows, of a weight [n, k], is for these kernels:
-    whether its programs, which take an SM each, all run at once, and not for long."""
-    parts = _most_parts(num_rows)
+def suits_tall(num_rows: int, n: int, k: int, num_sms: int, *, by_parts: bool) -> bool:
+    """Whether a product of more than 64 rows, of a weight [n, k], is for these kernels: whether its
+    programs, which take an SM each, all run at once, and not for long."""
+    parts, most = (_most_parts(num_rows), _MOST_ROWS_BY_PARTS) if by_parts else (1, _MOST_ROWS)
     programs = triton.cdiv(n, _TILE_N) * triton.cdiv(num_rows, _TALL) * parts
     fits = programs <= num_sms and k <= parts * _LONGEST_PART
-    return 64 < num_rows <= _MOST_ROWS and fits
+    return 64 < num_rows <= most and fits
 
 
 @triton.jit
@@ -133,14 +137,14 @@ def _run(
         x, weight, weight if bias is None else bias, out, num_rows, x.stride(0),
         N=n, K=k, PART=part, TILE_M=tiling.num_rows, TILE_N=_TILE_N, CHUNK=tiling.chunk,
         STAGES=tiling.stages, LINE=_LINE, NUM_LINES=num_lines, BIAS=bias is not None, ACT=act,
-        num_warps=4, **early(x.device),
+        num_warps=tiling.num_warps, **early(x.device),
     )  # fmt: skip
 
 
 def one_tile(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, act: bool = False
 ) -> Tensor:
-    """linear of M <= 64 rows of unit stride: [M, N].
+    """linear of M <= 128 rows of unit stride: [M, N].
 
     With `act` the weight is [2 N, K], gate rows first, and silu(gate) * up is returned. Weight rows
     lie side by side.
