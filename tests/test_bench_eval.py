@@ -372,7 +372,9 @@ class FakeLLM:
         self.built.clear()
         self.built.update(options)
         self.llm_engine, self.left = self, {}
-        self.built["cache"] = torch.zeros(64)  # somebody refers to it for ever
+        # Somebody refers to these for ever.
+        self.built["cache"], self.built["cosines"] = torch.zeros(64), torch.zeros(32)
+        self.built["lent"] = torch.frombuffer(bytearray(256), dtype=torch.float32)
         scheduler = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=64)
         compilation = SimpleNamespace(cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2])
         self.vllm_config = SimpleNamespace(
@@ -422,6 +424,7 @@ def vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, content)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(vllm_peer, "LARGE_BYTES", 256)
 
 
 def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
@@ -444,7 +447,8 @@ def test_vllm_is_built_like_ours_and_counted_token_by_token(vllm):
     ours = torch.zeros(64)
     engine.close()
     assert built["is_down"]
-    assert built["cache"].untyped_storage().nbytes() == 0 < ours.untyped_storage().nbytes()
+    kept = ours, built["cosines"], built["lent"]
+    assert [one.untyped_storage().nbytes() for one in (built["cache"], *kept)] == [0, 256, 128, 256]
 
 
 def test_a_share_of_memory_that_vllm_does_not_start_with_is_refused():

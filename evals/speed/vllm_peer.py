@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from evals.speed.driving import Request
 
 
+LARGE_BYTES = 256 << 20  # of a tensor: those of a cache, and embeddings
 MOST_SHARE = 0.85  # of the device's memory, beside what this process holds already
 
 
@@ -144,9 +145,7 @@ class Vllm(Peer):
         self._folder.cleanup()
         # Its weights and its cache stay referred to by its caches of compiled code, and whoever
         # comes next needs the memory.
-        for made in self._made:
-            if (tensor := made()) is not None:
-                tensor.untyped_storage().resize_(0)
+        give_back([tensor for made in self._made if (tensor := made()) is not None])
         free_memory()
 
 
@@ -161,6 +160,18 @@ def tensors_on(device: str) -> list[Tensor]:
         if type(one) is torch.Tensor or issubclass(type(one), torch.nn.Parameter)
     ]
     return [one for one in found if one.device.type == kind]
+
+
+def give_back(tensors: Seq[Tensor]) -> None:
+    """Give the memory of large tensors back, whoever still refers to them.
+
+    Small ones may be in a cache that the next of its engines looks into (tables of rotary
+    embeddings are), and what torch was lent by others cannot be given back: these stay.
+    """
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= LARGE_BYTES and storage.resizable():
+            storage.resize_(0)
 
 
 def capture_sizes(most: int) -> list[int]:
