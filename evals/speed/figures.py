@@ -27,12 +27,10 @@ ONE_ROW = ("norm_linear", "linear_add")
 FEW_ROWS = ("linear", "linear_act", "linear_add_norm")
 HOST_PATH = "host-path-qwen3-0.6b-h200.json"
 LEVERS = "lever-{}-qwen3-0.6b-h200.json"
-DUELS = ("duel-vllm-qwen3-0.6b-h200.json", "duel-vllm-qwen3-0.6b-h200-fast-host.json")
+DUEL = "duel-vllm-qwen3-0.6b-h200.json"
+OTHER_DUELS = ("duel-vllm-qwen3-4b-h200.json", "duel-vllm-qwen3-0.6b-h200-fast-host.json")
+VLLM = {"vllm": "vllm"}
 LONG_CONTEXT = {kv: f"steps-32k-{kv}-qwen3-4b-h200.json" for kv in ("paged", "paged_int8")}
-BENCH = {
-    "paged": "bench-qwen3-0.6b-h200.json",
-    "paged_int8": "bench-paged_int8-qwen3-0.6b-h200.json",
-}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -144,29 +142,26 @@ def host_table(found: dict[str, Any]) -> str:
     return table(keys, [[f"{row[key]:,.0f}" for key in keys] for row in found["us"]])
 
 
-def bench_table(by_column: Mapping[str, dict[str, str]], ratio: bool = False) -> str:
-    """Of records of evals.speed.bench, column -> {"record", "arm"}: medians over repetitions. With
-    `ratio` that of the first column to the second, of the figures that both have."""
+def duel_table(file: str, arms: Mapping[str, str]) -> str:
+    """Of a record of evals.speed.bench: medians over repetitions, a column an arm (name -> arm),
+    and the ratio of every column to the last, of the figures that all have."""
     figures: dict[str, dict[str, float]] = {}
-    for column, where in by_column.items():
-        for row in record(where["record"])["rows"]:
-            is_sum = row["figure"].startswith(("total_", "request_"))  # what output tokens say
-            if row["arm"] == where["arm"] and row["p50"] is not None and not is_sum:
-                figures.setdefault(f"{row['workload']} {row['figure']}", {})[column] = row["p50"]
-    first, *rest = by_column
-    rows = []
-    for figure, of in figures.items():
-        cells = [f"{of[column]:,.5g}" if column in of else "" for column in by_column]
-        if ratio and len(of) == len(by_column):
-            cells.append(f"{of[first] / of[rest[0]]:.2f}")
-        if not ratio or len(of) == len(by_column):
-            rows.append((figure, *cells))
-    return table(("figure", *by_column, *(["ratio"] if ratio else [])), rows)
-
-
-def _duel(file: str) -> dict[str, dict[str, str]]:
-    arms = {"outweigh": "ours", "vllm": "vllm"}
-    return {name: {"record": file, "arm": arm} for name, arm in arms.items()}
+    for row in record(file)["rows"]:
+        is_sum = row["figure"].startswith(("total_", "request_"))  # what output tokens say
+        if row["p50"] is not None and not is_sum:
+            of = figures.setdefault(f"{row['workload']} {row['figure']}", {})
+            of[row["arm"]] = row["p50"]
+    *ours, last = arms
+    rows = [
+        (
+            figure,
+            *(f"{of[arm]:,.5g}" for arm in arms.values()),
+            *(f"{of[arms[name]] / of[arms[last]]:.2f}" for name in ours),
+        )
+        for figure, of in figures.items()
+        if set(arms.values()) <= of.keys()
+    ]
+    return table(("figure", *arms, *(f"{name} / {last}" for name in ours)), rows)
 
 
 def readme_tables() -> list[str]:
@@ -197,8 +192,8 @@ def speed_tables() -> list[str]:
         columns_table(others, "Qwen3-4B"),
         columns_table(long_context, "paged"),
         host_table(record(HOST_PATH)),
-        bench_table({kv: {"record": file, "arm": "ours"} for kv, file in BENCH.items()}),
-        *(bench_table(_duel(file), ratio=True) for file in DUELS),
+        duel_table(DUEL, {"paged": "ours", "paged_int8": "outweigh:kv=paged_int8", **VLLM}),
+        *(duel_table(file, {"paged": "ours", **VLLM}) for file in OTHER_DUELS),
         *(text for name in results.names() for text in results.tables(name)),
     ]
 
