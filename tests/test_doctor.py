@@ -231,6 +231,23 @@ def test_a_ladder_is_read_with_its_runs_and_without(tmp_path, capsys):
     assert "not known, fragmentation: occupancy was not recorded" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"counters": 3, "config": {}}',
+        '{"counters": {}, "config": []}',
+        '{"counters": {}, "config": {}, "kv_use": {"over_time": [1]}}',
+        '{"workloads": [], "engines": {"ours": {"counters": {}, "config": {}}}}',
+    ],
+)
+def test_a_result_that_somebody_has_changed_is_one_sentence(tmp_path, capsys, text):
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    assert main([str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "not as it was written" in error and error.count("\n") == 1
+
+
 def test_where_the_ttft_of_a_lone_prompt_goes(clean, tmp_path):
     parts = {"host": 3.0, "launch gaps": 4.0}
     split = {"top": {"ttft_ms": 10.0, "parts": parts}, "odd": {"not_known": "it failed"}}

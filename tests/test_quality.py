@@ -384,9 +384,9 @@ def test_documents_of_one_token_are_left_out(run, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--limit", "0"], "0 is not a number of 1 or more"),
-        (["--tokens", "many"], "invalid count value"),
-        (["--seed", "-1"], "-1 is not a number of 0 or more"),
+        (["--limit", "0"], "'0' is not a whole number of 1 or more"),
+        (["--tokens", "many"], "'many' is not a whole number of 1 or more"),
+        (["--seed", "-1"], "'-1' is not a whole number of 0 or more"),
         (["--tok", "3"], "unrecognized arguments: --tok 3"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--tokens", "1"], "none of 10 documents gives two tokens"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.errors import RunError, UserError
-from evals.speed import bench, workloads
+from evals.speed import bench, replay, workloads
 from evals.speed.bench_arguments import parse
 from evals.speed.bench_tables import rows_of
 from evals.speed.driving import Clock, Driver, Request, Timeline, serve
@@ -457,12 +457,33 @@ def test_latencies_of_a_saturated_run_are_compared_with_nothing(at):
         ("--rebuild", "--rebuild would change nothing: it is of --peer"),
         ("--bandwidth-bytes 64", "--bandwidth-bytes would change nothing: it is of --measure"),
         ("--workload w1 w1", "--workload names w1 twice"),
+        ("--measure-bandwidth --bandwidth-bytes 10", "--bandwidth-bytes is 10, which takes less"),
     ],
 )
 def test_a_command_that_would_change_nothing_is_one_sentence(capsys, text, said):
     assert bench.main(f"--model random:tiny --device cpu {text}".split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("outweigh: error: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "said"),
+    [
+        (bench.main, "--repetitions x", "--repetitions: 'x' is not a whole number of 1 or more"),
+        (bench.main, "--rate 0", "--rate: '0' is not a positive number"),
+        (bench.main, "--metric-percentiles 50,x", "'50,x' are not percentiles between 0 and 100"),
+        (bench.main, "--no-such", "unrecognized arguments: --no-such"),
+        (replay.main, "--trace t --urgent 2", "--urgent: '2' is not a number from 0 to 1"),
+        (replay.main, "--trace t --chunk-size -1", "--chunk-size: '-1' is not a whole number of 1"),
+        (replay.main, "", "the following arguments are required: --trace"),
+    ],
+)
+def test_what_a_command_line_does_not_take_is_one_sentence(capsys, command, text, said):
+    with pytest.raises(SystemExit) as end:
+        command(text.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("outweigh: error: ") and said in error
+    assert error.endswith("; --help shows every option\n") and error.count("\n") == 1
 
 
 def examples():

@@ -672,7 +672,7 @@ def test_what_a_user_can_mend_is_said_in_a_sentence(model, data, capsys, options
     [
         ([], "give --corpus"),
         (["--only", "bpb,speed"], "there is no part 'speed'"),
-        (["--only", "recall", "--num-recall", "0"], "0 is not a number of 1 or more"),
+        (["--only", "recall", "--num-recall", "0"], "'0' is not a whole number of 1 or more"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys, options, message):

@@ -31,7 +31,7 @@ from typing import Any
 
 from core.errors import RunError, UserError, explained
 from evals import records
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 from evals.quality.data import Choice, read_documents
 from evals.speed.arms import on_cpu, where
 from evals.speed.ladder import lossy, markdown, report, rungs
@@ -291,11 +291,7 @@ def assignments(text: str) -> dict[str, Any]:
 
 
 def parse(argv: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.ablate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.ablate", __doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("ablation"), metavar="DIR", help="default: ablation")
     add("--rungs", nargs="+", metavar="NAME", help="names or patterns of a shell; all: every rung")

@@ -22,7 +22,7 @@ import numpy as np
 
 from core.errors import RunError, UserError, explained
 from evals import records
-from evals.arguments import count
+from evals.arguments import Parser, count, seed
 from evals.tiny import MODEL
 
 Requests = list[tuple[list[int], int]]  # prompt ids, output tokens
@@ -96,18 +96,14 @@ def timed(run: Callable[[], list[list[int]]], wanted: Requests) -> float:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.against_transformers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.against_transformers", __doc__)
     add = parser.add_argument
     add("--model", default=MODEL, help="a Hugging Face directory; default: the embedded one")
     add("--device", default="cpu")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--num-requests", type=count, default=16)
     add("--rounds", type=count, default=3)
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
     add("--json", type=Path)
     return parser.parse_args(argv)
 

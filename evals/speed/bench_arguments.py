@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 from evals.speed import traces
 from evals.speed.demand import lengths, rate
 from evals.speed.workloads import WORKLOADS
 
 NAMES = (*WORKLOADS, "grid", "serve")
 _SIZES = ("prefill", "batch", "grid_input_lens", "grid_output_lens", "grid_concurrency")
+_LEAST_READ = 16 << 20  # bytes; a read of less is over before its launch is
 _BURSTIEST = 1e-3  # of a gamma gap; from about 1e-5 on all of them are 0 in floating point
 # Of options that are refused where their workload is not run; what is not here stays None.
 DEFAULTS: dict[str, Any] = {
@@ -50,19 +52,16 @@ def bound(text: str) -> tuple[str, float]:
 
 def percents(text: str) -> tuple[float, ...]:
     """Percentiles between commas."""
-    found = tuple(float(part) for part in text.split(","))
-    if not all(0 < point < 100 for point in found):
-        raise argparse.ArgumentTypeError(f"{text} are not percentiles between 0 and 100")
-    return found
+    with suppress(ValueError):
+        found = tuple(float(part) for part in text.split(","))
+        if all(0 < point < 100 for point in found):
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} are not percentiles between 0 and 100")
 
 
 def parse(argv: list[str] | None, about: str | None = None) -> argparse.Namespace:
     """Raises UserError for options of workloads that are not run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.bench",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.bench", about)
     add = parser.add_argument
     add("--workload", nargs="+", choices=NAMES, default=list(WORKLOADS))
     add("--repetitions", type=count, default=3, help="of each workload, in one process")
@@ -80,7 +79,7 @@ def parse(argv: list[str] | None, about: str | None = None) -> argparse.Namespac
     add("--bandwidth", type=positive, help="TB/s; on CUDA 4.24, as measured on one H200")
     add("--flops", type=positive, help="TFLOP/s; on CUDA 765, as measured on one H200")
     add("--measure-bandwidth", action="store_true", help="of reading and copying, on the device")
-    add("--bandwidth-bytes", type=count, help="of the tensor that is read for it")
+    add("--bandwidth-bytes", type=count, help="of the tensor that is read for it, 16 MiB or more")
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
     _complete(args, of_workload)
@@ -108,6 +107,11 @@ def _complete(args: argparse.Namespace, of_workload: Mapping[str, Seq[str]]) -> 
         if getattr(args, name) and not getattr(args, needed):
             option, other = (f"--{text.replace('_', '-')}" for text in (name, needed))
             raise UserError(f"{option} would change nothing: it is of {other}, which is not given")
+    if (args.bandwidth_bytes or _LEAST_READ) < _LEAST_READ:
+        raise UserError(
+            f"--bandwidth-bytes is {args.bandwidth_bytes}, which takes less to read than to "
+            f"launch: give {_LEAST_READ} or more"
+        )
     if args.tokens[0] > args.tokens[1]:
         lo, hi = args.tokens
         raise UserError(f"--tokens goes from {lo} to {hi}: give the fewer first")

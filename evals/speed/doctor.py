@@ -13,17 +13,18 @@ out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, explained
 from core.show import print_rows
 from evals import records
+from evals.arguments import Parser
 from evals.speed.ladder.study import AGAIN
 from evals.speed.symptoms import CHECKS, Finding, Seen
 
@@ -189,17 +190,20 @@ def read(path: Path) -> list[Seen]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): give a file of results") from error
     try:
-        return list(runs_of(document if isinstance(document, dict) else {}, path.parent))
+        with _as_written("it"):
+            return list(runs_of(document if isinstance(document, dict) else {}, path.parent))
     except UserError as error:
         raise UserError(f"{path} cannot be examined: {error}") from error
 
 
+def _as_written(what: str) -> AbstractContextManager[None]:
+    """Where a result lacks something, or has it in another form: somebody has changed it."""
+    misfits = AttributeError, LookupError, TypeError, ValueError
+    return explained(f"{what} is not as it was written", "take the file anew", caught=misfits)
+
+
 def main(argv: Seq[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.doctor", __doc__)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -208,7 +212,8 @@ def main(argv: Seq[str] | None = None) -> int:
         for path in args.results:
             records.check_apart(**{"RESULT": path, "--json": args.json})
         runs = [seen for path in args.results for seen in read(path)]
-        findings, unknown = examined(runs)
+        with _as_written("what stands in these results"):
+            findings, unknown = examined(runs)
         rows = [finding._asdict() for finding in findings]
         print_rows(
             [{"try" if k == "attempt" else k: v for k, v in r.items()} for r in rows], sys.stdout

@@ -32,7 +32,7 @@ import torch
 from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
-from evals.arguments import count, seed
+from evals.arguments import Parser, count, seed
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -161,11 +161,7 @@ def row(sequences: int, steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.host_path",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.host_path", __doc__)
     parser.add_argument("--model", help="random:qwen3-0.6b on CUDA, else random:tiny")
     parser.add_argument("--kv", default="paged")
     parser.add_argument("--fusion", default="auto")

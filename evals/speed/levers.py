@@ -29,7 +29,7 @@ from core.metrics import KVUse
 from core.registry import Registry
 from core.show import print_rows
 from evals import records
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 from evals.speed.arms import Figures, build, cells, compared, side_by_side, where
 from evals.speed.spans import these_graphs
 from evals.speed.steps import step_medians
@@ -285,11 +285,7 @@ def print_lever(name: str, found: dict[str, Any]) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.levers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.levers", __doc__)
     add = parser.add_argument
     add("--model", default="random:qwen3-0.6b")
     add("--levers", nargs="+", choices=tuple(LEVERS), default=list(LEVERS))

@@ -30,7 +30,7 @@ from core.errors import UserError
 from core.registry import Registry
 from core.testing.clock import Arrival, StepCost, VirtualEngine, percentiles
 from evals import records
-from evals.arguments import positive
+from evals.arguments import Parser, count, positive, seed, share
 from evals.speed.traces import Trace, add_options, read_trace, source_of
 
 if TYPE_CHECKING:
@@ -199,11 +199,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.replay", __doc__)
     add, cost = parser.add_argument, StepCost()
     add("--trace", type=Path, nargs="+", required=True, metavar="FILE")
     add(
@@ -213,16 +209,16 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
         metavar="NAME[:FIELD=VALUE,…]",
     )
     add("--utilisation", type=positive, nargs="+", default=[0.6, 0.85], metavar="X")
-    add("--requests", type=int, metavar="N", help="the first N of the trace; default: all")
-    add("--urgent", type=float, default=0.0, help="share of requests with priority -1, drawn")
-    add("--seed", type=int, default=0, help="of that draw, and of --jitter")
+    add("--requests", type=count, metavar="N", help="the first N of the trace; default: all")
+    add("--urgent", type=share, default=0.0, help="share of requests with priority -1, drawn")
+    add("--seed", type=seed, default=0, help="of that draw, and of --jitter")
     add_options(add)
     add("--kv", default="paged")
-    add("--kv-tokens", type=int, default=500_000, help="room of the cache, in tokens")
-    add("--max-model-len", type=int, default=16_384)
-    add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=2048)
-    add("--chunk-size", type=int)
+    add("--kv-tokens", type=count, default=500_000, help="room of the cache, in tokens")
+    add("--max-model-len", type=count, default=16_384)
+    add("--max-num-seqs", type=count, default=256)
+    add("--max-num-batched-tokens", type=count, default=2048)
+    add("--chunk-size", type=count)
     add("--depth", type=int, default=0, choices=(0, 1), help="1: plan before the last step landed")
     add("--step-ms", type=positive, default=cost.fixed_s * 1e3, help="of every step")
     add("--prefill-us", type=positive, default=cost.prefill_s * 1e6, help="of a prompt token")

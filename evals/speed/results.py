@@ -11,7 +11,6 @@ Exit code 0: kept; 2: LADDER holds no complete study, or NAME is no name or take
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 from core.errors import UserError, explained
 from evals import records
+from evals.arguments import Parser
 from evals.speed.figures import table
 from evals.speed.ladder import markdown
 from evals.speed.ladder.findings import RATE, TTFT
@@ -139,11 +139,7 @@ def _row(block: Mapping[str, Any], arm: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.results",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.results", __doc__)
     parser.add_argument("folder", type=Path, metavar="LADDER", help="--out of evals.speed.ablate")
     parser.add_argument("name", metavar="NAME")
     args = parser.parse_args(argv)

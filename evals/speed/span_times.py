@@ -33,7 +33,7 @@ from core.seams import offered
 from core.show import print_rows, progress_bar
 from core.testing import parity
 from evals import records
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 from evals.speed.arms import compared, in_turn, where
 from evals.speed.places import Bench
 
@@ -217,11 +217,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.span_times",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.span_times", __doc__)
     add = parser.add_argument
     add("--model", default="random:qwen3-0.6b")
     add("--fusion", nargs="+", default=["triton"], help="sets whose spans are timed")

@@ -20,7 +20,7 @@ from core.errors import RunError, UserError
 from core.registry import Registry
 from core.show import print_rows
 from evals import records
-from evals.arguments import count
+from evals.arguments import Parser, count
 from evals.speed.arms import Figures, build, compared, on_cpu, side_by_side, where
 from evals.speed.steps import step_medians
 from plugins.graphs.full import FullGraphs
@@ -83,11 +83,7 @@ def table(found: Figures) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.spans",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.spans", __doc__)
     add = parser.add_argument
     add("--model", default="random:qwen3-0.6b")
     add("--fusion", nargs="+", default=["triton"], help="sets whose spans are measured")

@@ -25,7 +25,7 @@ import numpy as np
 from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 
 if TYPE_CHECKING:
     from core.engine import Engine, RequestOutput
@@ -231,7 +231,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m evals.speed.steps", description=__doc__)
+    parser = Parser("evals.speed.steps", __doc__)
     parser.add_argument("--model", default="random:qwen3-0.6b")
     parser.add_argument("--kv", default="paged")
     parser.add_argument("--fusion", default="auto")

@@ -31,7 +31,7 @@ from core.config import RunConfig
 from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
-from evals.arguments import count, positive, seed
+from evals.arguments import Parser, count, positive, seed
 from evals.speed.ablate import SIZES, assignments, refuse_shared
 from evals.speed.arms import on_cpu, where
 from evals.speed.ladder.loads import Mix
@@ -134,11 +134,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def parse(argv: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.speed.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.speed.tune", __doc__)
     add = parser.add_argument
     add("--ttft-ms", type=positive, required=True)
     add("--percentile", type=positive, default=99.0)
