@@ -391,7 +391,7 @@ def test_a_chart_is_an_element_of_its_page():
     assert "xmlns" not in text and "http" not in text and "a &amp; b" in text
 
 
-def test_a_ladder_is_made_to_fit_the_minutes(monkeypatch, tmp_path):
+def test_a_ladder_is_made_to_fit_the_minutes(monkeypatch, tmp_path, capsys):
     def fitted(options, runs_s=600.0, build_s=60.0):
         ablation = Ablation(parse([*SHORT.split()[:2], *options.split(), "--out", str(tmp_path)]))
         monkeypatch.setattr(ablation, "_seconds", lambda bar: (runs_s, build_s))
@@ -401,7 +401,11 @@ def test_a_ladder_is_made_to_fit_the_minutes(monkeypatch, tmp_path):
     cpu = "--device cpu --rungs paged"
     assert fitted(cpu) == int(16 * (540 - 60) / 600)
     assert fitted(cpu, runs_s=100.0) == 16
+    assert not capsys.readouterr().err
     assert fitted(cpu, runs_s=1e5) == fitted(cpu, build_s=1e4) == 8
+    few = "9 minutes are too few (--minutes): runs of 8 requests take about"
+    said = [f"outweigh: note: {few} {minutes}\n" for minutes in ("834.3", "171.7")]
+    assert capsys.readouterr().err == "".join(said)
     assert fitted(f"{cpu} --minutes 6 --resume") == 8
     assert fitted(f"{cpu} --num-requests 40") == 40
     Store(tmp_path, {"arguments": {"num_requests": 13}}, resume=False)

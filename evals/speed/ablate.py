@@ -230,6 +230,11 @@ class Ablation:
             args.num_requests = before["arguments"]["num_requests"]
             return
         runs_s, build_s = self._seconds(bar)
+        least_s = build_s + runs_s * FEWEST_REQUESTS / args.num_requests
+        if args.minutes * 60 < least_s:
+            what = f"{args.minutes:g} minutes are too few (--minutes)"
+            least = f"runs of {FEWEST_REQUESTS} requests take about {least_s / 60:.1f}"
+            print(f"outweigh: note: {what}: {least}", file=sys.stderr)
         share = max(0.0, args.minutes * 60 - build_s) / runs_s
         args.num_requests = max(FEWEST_REQUESTS, int(args.num_requests * min(1.0, share)))
 
