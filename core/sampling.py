@@ -92,10 +92,10 @@ class SamplingParams:
             given: Any = getattr(self, name)
             several = (given,) if isinstance(given, str | Real) else tuple(given or ())
             object.__setattr__(self, name, several)
-        for f in self.__dataclass_fields__.values():
-            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
-            if value is not f.default and not _is_valid(value, str(f.type), low, high):
-                raise UserError(f"{f.name} is {value!r}: give {f.metadata['takes']}")
+        for name, value in vars(self).items():
+            f = self.__dataclass_fields__[name]
+            if value is not f.default and not _is_valid(value, str(f.type), f.metadata):
+                raise UserError(f"{name} is {value!r}: give {f.metadata['takes']}")
         if self.min_tokens > self.max_tokens:
             what = f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}"
             raise UserError(f"{what}: raise max_tokens or lower min_tokens")
@@ -122,15 +122,16 @@ class SamplingParams:
         return bool(self.needs & (Needs.PENALISED | Needs.MIN_TOKENS))
 
 
-def _is_valid(value: Any, kind: str, low: float, high: float) -> bool:
-    """Whether `value` has the type that the annotation `kind` names, and is in range."""
+def _is_valid(value: Any, kind: str, span: Any) -> bool:
+    """Whether `value` has the type that the annotation `kind` names, and is in `span`, which has
+    "low" and "high"."""
     if isinstance(value, tuple):
-        return all(_is_valid(item, kind[len("tuple[") :][:3], low, high) for item in value)
+        return all(_is_valid(item, kind[len("tuple[") :][:3], span) for item in value)
     name = kind.removesuffix(" | None")
     if value is None or not isinstance(value, _KINDS[name]):
         return value is None and name != kind
     size = len(value) if isinstance(value, str) else value
-    return isinstance(value, bool) == (name == "bool") and bool(low <= size <= high)
+    return isinstance(value, bool) == (name == "bool") and bool(span["low"] <= size <= span["high"])
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
