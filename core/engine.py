@@ -198,7 +198,7 @@ class Engine(AbstractContextManager["Engine"]):
                 prompt.encode()  # bytes that are no UTF-8 arrive as lone surrogates
                 prompt = self.tokenizer.encode(prompt)
             listed: list[Any] = list(prompt)
-            ids = np.array(array("q", listed))  # four times as fast as of a list
+            ids = np.array(array("q", listed))  # two thirds of the time of a list
             if ids.size and isinstance(listed[0], bool):
                 raise TypeError(f"it begins with {listed[0]}")
         if not ids.size:
