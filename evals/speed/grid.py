@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from core.errors import UserError
 from evals.speed.driving import Driver, Request, Result, serve
 from evals.speed.serve import DETAILS, measured
-from evals.speed.workloads import warm_up
+from evals.speed.workloads import check_size, warm_up
 
 FEWEST = 16  # requests of a cell, enough for a median
 FIGURES = {
@@ -45,7 +45,7 @@ def grid(driver: Driver, args: Namespace, repetition: int) -> Result:
     result = Result.empty()
     for cell in cells(args):
         try:
-            _check(driver, cell)
+            check_size(driver.engine, cell.concurrency, cell.input_len + cell.output_len)
             found = _cell(driver, cell, args)
         except UserError as error:
             driver.engine.section(None)
@@ -60,17 +60,6 @@ def grid(driver: Driver, args: Namespace, repetition: int) -> Result:
         raw = {name: value for name, value in found.raw.items() if name not in DETAILS}
         result.raw[str(cell)] = {**cell._asdict(), **found.figures, **raw}
     return result
-
-
-def _check(driver: Driver, cell: Cell) -> None:
-    setup = driver.engine.setup
-    num_tokens = cell.input_len + cell.output_len
-    for wanted, what, limit, option in (
-        (cell.concurrency, "requests at a time", setup.max_num_seqs, "--max-num-seqs"),
-        (num_tokens, "tokens", setup.max_model_len, "--max-model-len"),
-    ):
-        if wanted > limit:
-            raise UserError(f"{wanted} {what} need a larger {option} than {limit}")
 
 
 def _cell(driver: Driver, cell: Cell, args: Namespace) -> Result:

@@ -208,7 +208,7 @@ def decode_steps(driver: Driver, args: Namespace, repetition: int) -> Result:
     for batch in args.batch:
         section, num_ahead = f"decode {batch}", _num_ahead(driver.engine, batch, args.context)
         try:
-            _check_size(driver.engine, batch, args.context + num_ahead + args.steps)
+            check_size(driver.engine, batch, args.context + num_ahead + args.steps)
             _gaps(driver, batch, args.context, num_ahead, WARM_UP_STEPS, None)
             gaps, num_tokens = _gaps(driver, batch, args.context, num_ahead, args.steps, section)
         except UserError as error:
@@ -234,14 +234,15 @@ def _num_ahead(engine: Peer, batch: int, context: int) -> int:
     return math.ceil(batch * context / room) + 8
 
 
-def _check_size(engine: Peer, batch: int, num_tokens: int) -> None:
+def check_size(engine: Peer, batch: int, num_tokens: int) -> None:
+    """Raise UserError where so many sequences of so many tokens do not run at once."""
     setup = engine.setup
     for wanted, limit, option in (
         (batch, setup.max_num_seqs, "--max-num-seqs"),
         (num_tokens, setup.max_model_len, "--max-model-len"),
     ):
         if wanted > limit:
-            what = f"{batch} sequences of {num_tokens} tokens"
+            what = f"{batch} x {num_tokens} tokens"
             raise UserError(f"{what} need a larger {option} than {limit}")
 
 
