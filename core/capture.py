@@ -68,8 +68,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._static: dict[str, Tensor] = {}  # as long as the largest shape, which comes first
         self.models: dict[BatchShape, list[Callable[[Batch], object]]] = {}
         # By rows and variant (bits of core.sampling): gives the sampled ids, [R].

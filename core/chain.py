@@ -38,8 +38,7 @@ class Decoder:
 
     def chain(self, kv: KVManager, num_layers: int | None = None) -> list[Placed]:
         """The nodes from token ids to logits, over the first `num_layers` layers (None: all)."""
-        shared = (self.facts, self.weights)
-        layers = self.weights.layers[:num_layers]
+        shared, layers = (self.facts, self.weights), self.weights.layers[:num_layers]
         sites = [Site(i, *shared, w, *self.rope, kv, kv.sink(i)) for i, w in enumerate(layers)]
         return decoder_chain(Site(-1, *shared, None, *self.rope, kv, None), sites)
 

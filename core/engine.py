@@ -18,9 +18,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -197,21 +196,20 @@ class Engine(AbstractContextManager["Engine"]):
             if isinstance(prompt, str) and prompt:
                 prompt.encode()  # bytes that are no UTF-8 arrive as lone surrogates
                 prompt = self.tokenizer.encode(prompt)
-            listed: list[Any] = list(prompt)
-            ids = np.array(array("q", listed))  # two thirds of the time of a list
-            if ids.size and isinstance(listed[0], bool):
-                raise TypeError(f"it begins with {listed[0]}")
-        if not ids.size:
+            array = np.asarray(list(prompt))
+            if array.size and (array.ndim > 1 or array.dtype.kind not in "iu"):
+                raise TypeError(f"{array.dtype} in {array.ndim} dimensions")
+        if not array.size:
             raise UserError("the prompt is empty: give at least one token")
-        # An id below 0 is a huge one where there is no sign.
-        self._refuse_ids(ids[ids.view(np.uint64) >= self.facts.vocab_size].tolist())
-        return ids.astype(np.int32)
+        self._refuse_ids(array)
+        return array.astype(np.int32)
 
-    def _refuse_ids(self, outside: Iterable[int]) -> None:
-        for token_id in outside:
-            what = f"token id {token_id} is outside the model's vocabulary of"
-            size = self.facts.vocab_size
-            raise UserError(f"{what} {size}: give ids from 0 to {size - 1}")
+    def _refuse_ids(self, ids: NDArray[Any]) -> None:
+        size = self.facts.vocab_size
+        bad = ids[(ids < 0) | (ids >= size)]
+        if bad.size:
+            what = f"token id {bad[0]} is outside the model's vocabulary of {size}"
+            raise UserError(f"{what}: give ids from 0 to {size - 1}")
 
     def _refuse_impossible(self, num_prompt: int, total: int, params: SamplingParams) -> None:
         longest = self.limits.max_model_len
@@ -226,7 +224,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError(f"{what}: {advice}")
         if refusal := "".join(self._kv.ever_fits(total) or ()):  # a TypeError of what is no text
             raise UserError(refusal)
-        self._refuse_ids(i for i in params.stop_token_ids if i >= self.facts.vocab_size)
+        if params.stop_token_ids:
+            self._refuse_ids(np.array(params.stop_token_ids))
         if params.stop and not self.tokenizer.has_text:
             what = f"stop is {params.stop!r} and the model has no tokenizer, so there is no text"
             advice = "give stop_token_ids, or add tokenizer.json to the model's directory"

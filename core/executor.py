@@ -66,6 +66,8 @@ class Executor:
         for tokens in (1, limits.max_num_batched_tokens):  # spans that overlap are refused here
             self._cover(self._chain, tokens)
         self._kv_arrays = {n: (shape, kind) for n, (shape, kind) in kv.metadata(limits).items()}
+        if taken := self._kv_arrays.keys() & core_sections(limits):
+            raise UserError(f"kv calls its metadata {sorted(taken)}, as the core's is: rename it")
         self._staging = Staging(self._kv_arrays | core_sections(limits), device, num_in_flight + 1)
         trash = limits.trash_slot
         self._token_padding = np.array([[0], [0], [trash]], np.int32)
@@ -163,8 +165,7 @@ class Executor:
             return staged[0], staged[1]
         if planned is not None:  # that one will not run, and took deltas with it
             self._kv.begin_step(staged[0])
-        num_rows = len(plan.slots)
-        lens = plan.query_lens[plan.num_decodes :].tolist()
+        num_rows, lens = len(plan.slots), plan.query_lens[plan.num_decodes :].tolist()
         num_tokens, max_query = plan.num_decodes + sum(lens), max(lens, default=1)
         # One token a row: all of it is decoding, whoever they are.
         num_decodes = num_rows if max_query == 1 else plan.num_decodes

@@ -200,8 +200,7 @@ def generate(
                 notes.append("prompts stand in the model's chat template: --no-chat-template")
             for note in notes:
                 print(f"outweigh: note: {note}")
-            outputs = answer(engine, asked, out)
-            report = engine.report()
+            outputs, report = answer(engine, asked, out), engine.report()
             engine.plan.registry.hooks.call("outweigh_run_finished", report)
             show.print_rows(show.metrics_rows(outputs), told)
             print(engine.plan.names())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.config import did_you_mean
-from core.errors import UserError
+from core.errors import UserError, explained
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,12 +90,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             given: Any = getattr(self, name)
-            several = (given,) if isinstance(given, str | Real) else tuple(given or ())
-            object.__setattr__(self, name, several)
-        for name, value in vars(self).items():
-            f = self.__dataclass_fields__[name]
+            given = (given,) if isinstance(given, str | Real) else () if given is None else given
+            with explained(f"{name} is {given!r}", "give one value or several"):
+                object.__setattr__(self, name, tuple(given))
+        for name, f in self.__dataclass_fields__.items():
+            value = getattr(self, name)
             if value is not f.default and not _is_valid(value, str(f.type), f.metadata):
                 raise UserError(f"{name} is {value!r}: give {f.metadata['takes']}")
+            if isinstance(value, np.integer):  # of a width that sums may not fit into
+                object.__setattr__(self, name, int(value))
         if self.min_tokens > self.max_tokens:
             what = f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}"
             raise UserError(f"{what}: raise max_tokens or lower min_tokens")
@@ -126,7 +129,7 @@ def _is_valid(value: Any, kind: str, span: Any) -> bool:
     """Whether `value` has the type that the annotation `kind` names, and is in `span`, which has
     "low" and "high"."""
     if isinstance(value, tuple):
-        return all(_is_valid(item, kind[len("tuple[") :][:3], span) for item in value)
+        return kind[:5] == "tuple" and all(_is_valid(item, kind[6:9], span) for item in value)
     name = kind.removesuffix(" | None")
     if value is None or not isinstance(value, _KINDS[name]):
         return value is None and name != kind

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from core.errors import RunError, explained
 from core.seams import offered
 
 if TYPE_CHECKING:
@@ -81,8 +82,11 @@ class Schedule:
 
     def enqueue(self, seq: Sequence) -> None:
         """`seq` waits for its first or next admission."""
-        (self._waiting[seq],) = self._entries([seq])
-        heapq.heappush(self._heap, self._waiting[seq])
+        (entry,) = self._entries([seq])
+        with explained("keys of sched do not compare", "mend its key()", RunError, TypeError):
+            sorted([entry, *self._heap[:1]])  # before anything has changed
+        heapq.heappush(self._heap, entry)
+        self._waiting[seq] = entry
 
     def _entries(self, seqs: Iterable[Sequence]) -> list[Entry]:
         clock = self._clock()

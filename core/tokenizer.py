@@ -86,8 +86,7 @@ class HFTokenizer(Tokenizer):
         from tokenizers.decoders import ByteLevel
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        self.backend = backend
-        pipeline = getattr(backend, "backend_tokenizer", None)
+        self.backend, pipeline = backend, getattr(backend, "backend_tokenizer", None)
         self._is_bytes = pipeline is not None and isinstance(pipeline.decoder, ByteLevel)
         self._skipped = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self._alphabet = {char: byte for byte, char in bytes_to_unicode().items()}

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from core import Engine, SamplingParams
 from core.errors import RunError, UserError
+from plugins.kv.contiguous import Contiguous
 from plugins.sched.fifo import Fifo
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,38 @@ def test_a_request_that_cannot_be_ordered_is_refused(engine, wrong):
     with pytest.raises(UserError, match="give numbers"):
         engine.add_request("a", **wrong)
     assert engine.generate("fine", SamplingParams(max_tokens=1))[0].finish_reason == "length"
+
+
+def test_a_request_whose_key_does_not_compare_harms_no_other():
+    class ByMetadata(Fifo):
+        def key(self, seq, clock):
+            return seq.metadata["k"]
+
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with Engine(model="random:tiny", device="cpu", max_model_len=64, sched=ByMetadata()) as engine:
+        engine.add_request("a", params, metadata={"k": 1})
+        with pytest.raises(RunError, match="keys of sched do not compare: TypeError"):
+            engine.add_request("b", params, metadata={"k": "x"})
+        events = [event for _ in range(4) for event in engine.step()]
+        assert [e.output.finish_reason for e in events if e.output] == ["length"]
+        assert not engine.has_unfinished()
+
+
+def test_metadata_that_is_called_as_the_cores_own_is_refused():
+    class Named(Contiguous):
+        def metadata(self, limits):
+            return {**super().metadata(limits), "tokens": ((3,), "int32")}
+
+    kv = Named(Named.Config())
+    with pytest.raises(UserError, match=r"metadata \['tokens'\], as the core's is"):
+        Engine(model="random:tiny", device="cpu", max_model_len=64, kv=kv)
+
+
+@pytest.mark.parametrize("max_tokens", [np.int8(100), np.uint8(98), np.int64(2**63 - 1)])
+def test_numbers_of_numpy_do_not_overflow(engine, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    output = engine.generate([5] * 30, params)[0]
+    assert (len(output.token_ids), output.finish_reason) == (98, "length")
 
 
 def test_min_tokens_beyond_all_bounds(engine):

@@ -226,6 +226,9 @@ def test_every_field_changes_the_outcome(path, greedy, field, monkeypatch):
         ({"ignore_eos": 1}, ["ignore_eos is 1", "true or false"]),
         ({"logprobs": 21}, ["logprobs is 21", "from 0 to 20"]),
         ({"prompt_logprobs": -1}, ["prompt_logprobs is -1", "from 0 to 20"]),
+        ({"temperature": (1,)}, ["temperature is (1,)", "a number"]),
+        ({"seed": ()}, ["seed is ()"]),
+        ({"stop": 5j}, ["stop is 5j", "several"]),
         ({"topk": 3}, ["no sampling parameter 'topk'", "did you mean top_k"]),
         ({"zzz": 3}, ["no sampling parameter 'zzz'", "max_tokens", "prompt_logprobs"]),
         *(
@@ -243,6 +246,23 @@ def test_a_bad_value_is_refused_in_one_sentence(given, words):
         SamplingParams(**given)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_subclass_may_keep_what_is_its_own():
+    class Mine(SamplingParams):
+        def __post_init__(self):
+            object.__setattr__(self, "mine", 3)
+            super().__post_init__()
+
+    assert Mine(max_tokens=5).mine == 3 and Mine(max_tokens=5).needs == 0
+    with pytest.raises(UserError, match="max_tokens is 0"):
+        Mine(max_tokens=0)
+
+
+def test_several_may_be_an_array():
+    params = SamplingParams(stop_token_ids=np.array([3, 5]), max_tokens=np.int8(7))
+    assert params == SamplingParams(stop_token_ids=(3, 5), max_tokens=7)
+    assert type(params.max_tokens) is int
 
 
 def test_params_are_values():

@@ -187,10 +187,14 @@ class BlockTables:
         place = slot * self.num_columns + first_column
         self._pending.extend(range(place, place + len(blocks)))
 
-    def send(self, index: NDArray[np.int64], block: NDArray[np.int32], most: int = NEVER) -> bool:
-        """Fill both arrays with the oldest changes, `most` at most, and padding; True if some are
-        left."""
-        n = min(len(self._pending), len(index), most)
+    @property
+    def num_pending(self) -> int:
+        """Changes that have not been sent."""
+        return len(self._pending)
+
+    def send(self, index: NDArray[np.int64], block: NDArray[np.int32]) -> bool:
+        """Fill both arrays with the oldest changes and padding; True if some are left."""
+        n = min(len(self._pending), len(index))
         index[:n] = self._pending[:n]
         index[n:] = self._trash_place
         block[:] = self.host.reshape(-1)[index]
@@ -207,7 +211,7 @@ def num_deltas(num_tokens: int, num_seqs: int, block_size: int) -> int:
     """Places for table changes of a step: every block that it can begin, and more.
 
     A prompt that is admitted whole and computed in chunks, or a long prefix hit, brings more than
-    that; `plan` then asks for another round.
+    that; `plan` then asks for another round, in which as many travel as of the largest step.
     """
     return -(-num_tokens // block_size) + 2 * num_seqs + 8
 

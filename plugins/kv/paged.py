@@ -53,6 +53,7 @@ class Paged:
         self.block_size = config.block_size
         self.sharing = True  # the engine turns it off before `bind`
         self._held: dict[Sequence, Held] = {}
+        self._is_wide = False  # the round that is planned takes along more than its shape has
 
     # ------------------------------------------------------------------------------------ host half
 
@@ -246,23 +247,24 @@ class Paged:
         return {**delta_arrays(limits, self.block_size), **self.path.metadata(limits)}
 
     def plan(self, step: HostBatch, host: Mapping[str, NDArray[Any]]) -> bool:
+        """True where there are more table changes than a step of this shape has places for: then a
+        round before it takes along as many as there is any room for."""
         self.path.plan(step, host)
-        # Whoever launches a step whose shape is not known yet may launch a larger one: there
-        # everything behind the changes is padding.
-        index, block = self._deltas(host, step.shape)
-        return self.tables.send(index, block, self._num_deltas(step.shape or step))
+        places = self._num_places(step.shape or step)
+        self._is_wide = self.tables.num_pending > places
+        # Whoever launches a step whose shape is not known yet may launch a larger one: there all
+        # that is behind the changes is padding.
+        end = None if self._is_wide or step.shape is None else places
+        self.tables.send(host["delta_index"][:end], host["delta_block"][:end])
+        return self._is_wide
 
     def begin_step(self, batch: Batch) -> None:
-        self.storage.apply_deltas(*self._deltas(batch.kv, batch.shape))
+        end = None if self._is_wide else self._num_places(batch.shape)
+        self.storage.apply_deltas(batch.kv["delta_index"][:end], batch.kv["delta_block"][:end])
         self.path.begin_step(batch)
 
-    def _deltas(self, arrays: Mapping[str, Any], shape: BatchShape | None) -> tuple[Any, Any]:
-        """Index and block of the table changes that travel with a step of `shape`; all there is
-        room for where it is None."""
-        n = None if shape is None else self._num_deltas(shape)
-        return arrays["delta_index"][:n], arrays["delta_block"][:n]
-
-    def _num_deltas(self, step: BatchShape | HostBatch) -> int:
+    def _num_places(self, step: BatchShape | HostBatch) -> int:
+        """For the table changes that travel with a step."""
         return num_deltas(step.num_tokens, step.num_seqs, self.block_size)
 
     def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:

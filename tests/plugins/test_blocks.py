@@ -165,14 +165,6 @@ def test_what_does_not_fit_is_sent_next():
     assert not tables.send(index, block) and index.tolist() == [2, 6]
 
 
-def test_no_more_changes_are_sent_than_asked_for():
-    tables = BlockTables(LIMITS, block_size=4)
-    index, block = np.zeros(4, np.int64), np.full(4, 8, np.int32)
-    tables.set(0, 0, [5, 6, 7])
-    assert tables.send(index, block, most=2) and block.tolist() == [5, 6, 0, 0]
-    assert not tables.send(index, block, most=2) and block.tolist() == [7, 0, 0, 0]
-
-
 def test_a_place_changed_twice_is_sent_in_its_last_version():
     tables = BlockTables(LIMITS, block_size=4)
     index, block = np.zeros(4, np.int64), np.zeros(4, np.int32)
