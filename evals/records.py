@@ -8,23 +8,26 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, explained
 
 
 def check_folder(path: Path | None) -> None:
     """Refuse a file that cannot be written before hours are spent on what it is to hold."""
     if path is None:
         return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UserError(f"{path} cannot be written, its folder is not there: make it first")
-    real = path.resolve()  # a link stays one, and what it leads to is written
-    if real.exists() and not real.is_file():
-        what = "it is a folder" if real.is_dir() else "it is no file"
-        raise UserError(f"{path} cannot be written, {what}: name another file")
-    if not os.access(real.parent, os.W_OK):
-        what = f"{real.parent} may not be written to"
-        raise UserError(f"{path} cannot be written, {what}: name another file")
+    what = f"{ascii(str(path))[:80]} cannot be written"
+    # Of names that are too long, or no text: ValueError is what UnicodeEncodeError is.
+    with explained(what, "name another file", caught=(OSError, ValueError)):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise UserError(f"{path} cannot be written, its folder is not there: make it first")
+        real = path.resolve()  # a link stays one, and what it leads to is written
+        if real.exists() and not real.is_file():
+            what = "it is a folder" if real.is_dir() else "it is no file"
+            raise UserError(f"{path} cannot be written, {what}: name another file")
+        if not os.access(real.parent, os.W_OK):
+            what = f"{real.parent} may not be written to"
+            raise UserError(f"{path} cannot be written, {what}: name another file")
 
 
 def check_apart(**files: Path | None) -> None:

@@ -141,6 +141,22 @@ def test_a_context_too_short_for_its_steps_is_refused_and_the_rest_goes_on(tmp_p
     assert "p50_ms" in decode["32"]["1"] and "refused" in decode["500"]["1"]
 
 
+def test_nothing_that_fits_is_no_measurement(capsys):
+    """Sizes that no memory holds among them: prompts are not drawn first."""
+    argv = f"--model random:tiny --device cpu --max-model-len 64 --prefill 64 {10**20} --batch 1"
+    assert main([*argv.split(), "--context", str(10**20)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("do not fit max_model_len 64") == 3
+    assert shown.err == "outweigh: error: nothing was measured, for the reasons above\n"
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\ud800"])
+def test_a_name_that_no_file_has_is_refused(tmp_path, name, capsys):
+    assert main(["--model", "random:tiny", "--device", "cpu", "--json", f"{tmp_path}/{name}"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be written: " in error and error.count("\n") == 1
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
     argv = f"--model random:tiny --device cpu --json {tmp_path}"
     assert main(argv.split()) == 2
@@ -153,7 +169,7 @@ def test_a_run_measures_what_fits_and_says_what_does_not(tmp_path, capsys):
     argv += f" --context 32 --repeats 2 --kv paged_int8 --json {tmp_path}/x.json"
     assert main(argv.split()) == 0
     said = capsys.readouterr().out
-    assert "prefill 64 tokens: the prompt has 64 tokens and max_model_len is 64" in said
+    assert "prefill 64 tokens: sequences of 65 tokens do not fit max_model_len 64" in said
     assert "% of floor" in said
     result = json.loads((tmp_path / "x.json").read_text())
     assert result["kv_token_bytes"] == 288

@@ -103,6 +103,7 @@ def prefill_ms(
     """
     from core.sampling import SamplingParams
 
+    _check_length(engine, num_tokens + 1)
     one = SamplingParams(max_tokens=1, ignore_eos=True)
     times: list[float] = []
     for _ in range(repeats + 3):
@@ -113,6 +114,13 @@ def prefill_ms(
         assert output.metrics.ttft_ms is not None, "it ended by length"
         times.append(output.metrics.ttft_ms)
     return times[3:]
+
+
+def _check_length(engine: Engine, num_tokens: int) -> None:
+    """Before prompts are drawn, which may be longer than the memory."""
+    if num_tokens > (longest := engine.limits.max_model_len):
+        what = f"sequences of {num_tokens} tokens do not fit max_model_len {longest}"
+        raise UserError(f"{what}: raise --max-model-len, or give less")
 
 
 def decode_ms(
@@ -139,6 +147,7 @@ def decode_ms(
             f"{steps} steps cannot be timed with {context} tokens in the middle, {warm_up} others "
             f"come before them: raise --context by {1 - prompt_len} or more, or lower --steps"
         )
+    _check_length(engine, prompt_len + steps + warm_up + ahead)
     params = SamplingParams(max_tokens=steps + warm_up + ahead + 4, ignore_eos=True)
     num_preemptions = engine.counters.num_preemptions
     for _ in range(batch):
@@ -300,23 +309,28 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"outweigh: error: {error}", file=sys.stderr)
         return 1
-    _print(rows)
+    is_measured = _print(rows)
     if args.json:
         records.write(args.json, result)
-    return 0
+    return 0 if is_measured else 1
 
 
-def _print(rows: dict[str, Any]) -> None:
+def _print(rows: dict[str, Any]) -> bool:
+    """Whether anything was measured."""
     found = [(f"prefill {n} tokens", row) for n, row in rows["prefill"].items()]
     found += [
         (f"decode {batch} sequences at {context}", row)
         for context, of_context in rows["decode"].items()
         for batch, row in of_context.items()
     ]
-    print_rows([_cells(step, row) for step, row in found if "refused" not in row], sys.stdout)
+    measured = [_cells(step, row) for step, row in found if "refused" not in row]
+    print_rows(measured, sys.stdout)
     for step, row in found:
         if "refused" in row:
             print(f"{step}: {row['refused']}")
+    if not measured:
+        print("outweigh: error: nothing was measured, for the reasons above", file=sys.stderr)
+    return bool(measured)
 
 
 def _cells(step: str, row: dict[str, Any]) -> dict[str, Any]:
