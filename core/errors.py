@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -21,17 +20,19 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-@contextmanager
-def explained(
-    what: str, advice: str, kind: type[Exception] = UserError, caught: Any = (Exception, SystemExit)
-) -> Iterator[None]:
-    """An exception that is `caught` becomes "WHAT: its reason; ADVICE", a `kind`.
+class explained(AbstractContextManager[None]):
+    """A context, as `contextlib.suppress` is: an exception that is `caught` becomes "WHAT: its
+    reason; ADVICE", a `kind`.
 
     Those which are sentences for people already go through.
     """
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except caught as error:
-        raise kind(f"{what}: {reason(error)[:300]}; {advice}") from error
+
+    def __init__(
+        self, what: str, advice: str, kind: type[Exception] = UserError,
+        caught: Any = (Exception, SystemExit),
+    ) -> None:  # fmt: skip
+        self._what, self._advice, self._kind, self._caught = what, advice, kind, caught
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, self._caught) and not isinstance(error, UserError | RunError):
+            raise self._kind(f"{self._what}: {reason(error)[:300]}; {self._advice}") from error

@@ -83,8 +83,9 @@ class Schedule:
     def enqueue(self, seq: Sequence) -> None:
         """`seq` waits for its first or next admission."""
         (entry,) = self._entries([seq])
-        with explained("keys of sched do not compare", "mend its key()", RunError, TypeError):
-            sorted([entry, *self._heap[:1]])  # before anything has changed
+        if self._heap:  # before anything has changed
+            with explained("keys of sched do not compare", "mend its key()", RunError, TypeError):
+                min(entry, self._heap[0])
         heapq.heappush(self._heap, entry)
         self._waiting[seq] = entry
 
