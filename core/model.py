@@ -106,7 +106,8 @@ def _qk_norm(site: Site, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
     parts = qkv.split_with_sizes(facts.qkv_sizes, -1)
     q, k, v = (part.unflatten(-1, (-1, facts.head_dim)) for part in parts)
     if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, facts.rms_norm_eps), rms_norm(k, w.k_norm, facts.rms_norm_eps)
+        q = rms_norm(q, w.q_norm, facts.rms_norm_eps)
+        k = rms_norm(k, w.k_norm, facts.rms_norm_eps)
     return q, k, v
 
 

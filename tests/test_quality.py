@@ -107,7 +107,10 @@ def run(folder, capsys):
         record.unlink(missing_ok=True)
         own = {"--model": MODEL, "--data": folder / "texts.json", "--tokens": 300} | replaced
         own |= {"--json": record, "--device": "cpu", "-p": folder / "bad.py"}
-        code = main([*(str(x) for pair in own.items() for x in pair), *options])
+        try:
+            code = main([*(str(x) for pair in own.items() for x in pair), *options])
+        except SystemExit as end:  # of the parser
+            code = end.code
         out, err = capsys.readouterr()
         return code, out, err, json.loads(record.read_text()) if record.exists() else None
 

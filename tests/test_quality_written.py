@@ -475,7 +475,10 @@ def folder(tmp_path_factory):
 def run(folder, capsys):
     def go(*given):
         own = ["--model", "random:tiny", "--device", "cpu", "--data", str(folder / "texts.json")]
-        code = main([*own, *map(str, given)])
+        try:
+            code = main([*own, *map(str, given)])
+        except SystemExit as end:  # of the parser
+            code = end.code
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -561,8 +564,8 @@ def test_a_report_without_matplotlib_is_refused_at_once(run, monkeypatch, tmp_pa
         ("--parts text,recal", "no part 'recal': choose from text,generation,recall,tasks"),
         ("--parts text,tasks", "give --task gsm8k=FILE"),
         ("--parts text,tasks --tokens 9 --task sums=x.jsonl", "--task takes NAME=SOURCE"),
-        ("--parts recall --depths 1.5", "1.5 is not a number from 0 to 1"),
-        ("--parts generation --temperatures -1", "-1 is not a number from 0"),
+        ("--parts recall --depths 1.5", "'1.5' is not a number from 0 to 1"),
+        ("--parts generation --temperatures -1", "'-1' is not a number from 0"),
         ("--parts generation --new-tokens 9999", "lower --prompt-tokens plus --new-tokens to 4096"),
         ("--parts generation --prompt-tokens 9999", "lower --prompt-tokens plus --new-tokens to"),
         ("--parts text,recall --tokens 9 --lengths 9999", "lower --lengths to 4096"),

@@ -367,7 +367,7 @@ def test_a_grid_has_a_closed_loop_for_every_cell_that_fits():
     assert len(cells(args)) == 12 and list(result.raw) == [
         "8+4 x1", "8+4 x4", "8+100 x1", "8+100 x4", "4000+4 x1", "4000+4 x4",
     ]  # fmt: skip
-    assert result.refused["grid 8+4 x8"] == ("8 x 12 tokens need a larger --max-num-seqs than 4")
+    assert result.refused["grid 8+4 x8"] == "8 x 12 tokens need a larger --max-num-seqs than 4"
     assert result.refused["grid 4000+100 x1"] == (
         "1 x 4100 tokens need a larger --max-model-len than 4096"
     )

@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from core.errors import UserError
-from evals.arguments import count, seed
+from evals.arguments import Parser, count, heat, seed, share
 from evals.quality.data import Choice, has_rows, is_of_the_hub
 from evals.quality.lockstep import ROWS
 from evals.quality.parts import FROM_DOCUMENTS, PARTS
 from evals.quality.recall import STYLES, trained_style
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help shows every option")
 
 
 class _Owned(NamedTuple):
@@ -33,12 +26,7 @@ class Options:
     """A parser, and for the options that not all parts take whose they are, by destination."""
 
     def __init__(self, about: str | None) -> None:
-        self.parser = _Parser(
-            prog="python -m evals.quality",
-            description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        self.parser = Parser("evals.quality", about)
         self.owned: dict[str, _Owned] = {}
 
     def of(self, *parts: str) -> Callable[..., None]:
@@ -116,7 +104,7 @@ def _of_writing(options: Options) -> None:
     add("--num-prompts", type=count, default=32, metavar="N", help="texts of each temperature")
     add("--prompt-tokens", type=count, default=64, metavar="N", help="of each prompt, at most")
     add("--new-tokens", type=count, default=2048, metavar="N", help="that follow it")
-    add("--temperatures", type=_heat, nargs="+", default=[0.0, 0.8], metavar="T",
+    add("--temperatures", type=heat, nargs="+", default=[0.0, 0.8], metavar="T",
         help="0 is greedy; the highest is judged")  # fmt: skip
     add("--ignore-eos", action="store_true", help="texts go on to the full length")
     add("--chat", action="store_true", help="a document is a message, and a text answers it")
@@ -126,7 +114,7 @@ def _of_writing(options: Options) -> None:
     add("--kinds", nargs="+", metavar="KIND", help="default: all that the style has")
     add("--num-recall", type=count, default=100, metavar="N", help="items of each kind")
     add("--lengths", type=count, nargs="+", default=[1024, 2048, 4096], metavar="TOKENS")
-    add("--depths", type=_depth, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="SHARE")
+    add("--depths", type=share, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="SHARE")
     add = options.of("tasks")
     add("--task", action="append", default=[], metavar="NAME=SOURCE",
         help="gsm8k, contains, or a plugin's own")  # fmt: skip
@@ -174,19 +162,3 @@ def _parts(text: str) -> tuple[str, ...]:
         known = ",".join(PARTS)
         raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}: choose from {known}")
     return tuple(part for part in PARTS if part in wanted)
-
-
-def _heat(text: str) -> float:
-    return _from_0(text, float("inf"))
-
-
-def _depth(text: str) -> float:
-    return _from_0(text, 1.0)
-
-
-def _from_0(text: str, most: float) -> float:
-    value = float(text)
-    if not 0 <= value <= most or value == float("inf"):
-        limit = "" if most == float("inf") else f" to {most:g}"
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0{limit}")
-    return value

@@ -32,7 +32,7 @@ import torch
 from core.errors import RunError, UserError
 from core.show import print_rows
 from evals import records
-from evals.arguments import Parser, count, seed
+from evals.arguments import Parser, count, heat, seed
 
 if TYPE_CHECKING:
     from core.engine import Engine
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seats", type=count, help="max_num_seqs; None: the most sequences")
     parser.add_argument("--context", type=count, default=256, help="tokens of the prompts")
     parser.add_argument("--steps", type=count, default=200, help="decode steps timed")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=heat, default=0.0)
     parser.add_argument("--kv-cache-bytes", type=count)
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--json", type=Path)

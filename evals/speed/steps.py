@@ -309,14 +309,16 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"outweigh: error: {error}", file=sys.stderr)
         return 1
-    is_measured = _print(rows)
+    num_measured = _print(rows)
     if args.json:
         records.write(args.json, result)
-    return 0 if is_measured else 1
+    if not num_measured:
+        print("outweigh: error: nothing was measured, for the reasons above", file=sys.stderr)
+    return 0 if num_measured else 1
 
 
-def _print(rows: dict[str, Any]) -> bool:
-    """Whether anything was measured."""
+def _print(rows: dict[str, Any]) -> int:
+    """How many steps were measured."""
     found = [(f"prefill {n} tokens", row) for n, row in rows["prefill"].items()]
     found += [
         (f"decode {batch} sequences at {context}", row)
@@ -328,9 +330,7 @@ def _print(rows: dict[str, Any]) -> bool:
     for step, row in found:
         if "refused" in row:
             print(f"{step}: {row['refused']}")
-    if not measured:
-        print("outweigh: error: nothing was measured, for the reasons above", file=sys.stderr)
-    return bool(measured)
+    return len(measured)
 
 
 def _cells(step: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ stand together, because that compresses better; none has a separator behind it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import lzma
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.errors import UserError, explained, reason
+from evals.arguments import Parser
 from evals.records import check_folder
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("evals.tiny.corpus", __doc__)
     parser.add_argument("corpus", type=Path, help="documents, one JSON object a line, .xz")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokeniser")
     parser.add_argument("--out", type=Path, required=True, help="the packed file")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import RunError, UserError
 from core.show import console, print_rows, progress_bar
 from evals import records
-from evals.arguments import count
+from evals.arguments import Parser, count, seed, share
 from evals.tiny.answers import (
     DEPTHS,
     LENGTHS,
@@ -141,11 +141,7 @@ def _damage(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def parse(argv: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.tiny.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("evals.tiny.evaluate", __doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="EVAL_DIR")
     add("--corpus", type=Path, metavar="FILE", help="the training corpus; bpb needs it")
@@ -165,7 +161,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--num-windows", type=count, help="most windows of a document; default: all")
     add("--num-passkey", type=count, default=210, metavar="N")
     add("--lengths", type=count, nargs="+", default=list(LENGTHS), metavar="TOKENS")
-    add("--depths", type=float, nargs="+", default=list(DEPTHS), metavar="SHARE")
+    add("--depths", type=share, nargs="+", default=list(DEPTHS), metavar="SHARE")
     add("--num-recall", type=count, default=210, metavar="N")
     add("--num-pairs", type=count, default=NUM_PAIRS, help="of a list of recall")
     add("--num-prompts", type=count, default=20, help="of repetition")
@@ -174,7 +170,7 @@ def parse(argv: Seq[str] | None) -> argparse.Namespace:
     add("--num-texts", type=count, default=4, help="whose logits damage compares")
     add("--text-tokens", type=count, default=2048, help="of each of these")
     add("--max-num-seqs", type=count, default=16, help="sequences of one step")
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
     args = parser.parse_args(argv)
     if "bpb" in args.only and args.corpus is None:
         parser.error("bpb compares with a byte model: give --corpus, or leave it out with --only")

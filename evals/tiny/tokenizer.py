@@ -9,11 +9,11 @@ the front of one, and there is no chat template: the model is a base model.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evals.arguments import Parser
 from evals.tiny.corpus import TOKENIZER_SAMPLE, sample_documents
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedToken
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("evals.tiny.tokenizer", __doc__)
     parser.add_argument("corpus", type=Path, help="documents, one JSON object a line, .xz")
     parser.add_argument("--out", type=Path, required=True, help="folder of the tokeniser")
     options = parser.parse_args()

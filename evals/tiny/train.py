@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import UserError, explained, reason
-from evals.arguments import count, positive
+from evals.arguments import Parser, count, positive, seed
 from evals.tiny import corpus
 from evals.tiny.batches import Batches, Stream, in_background
 from evals.tiny.corpus import read_tokenizer
@@ -359,7 +359,7 @@ def plot(folder: Path) -> Path:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("evals.tiny.train", __doc__)
     add = parser.add_argument
     add("--data", type=Path, help="packed corpus, of evals.tiny.corpus")
     add("--tokenizer", type=Path, help="folder of the tokeniser")
@@ -373,7 +373,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--max-length", type=count, help="leave out the stages that are longer")
     add("--compile", choices=("full", "layers", "none"), help="default: full on CUDA, else none")
     add("--attention", choices=tuple(ATTENTION), default="auto", help="kernel of the attention")
-    add("--workers", type=int, help="processes that make batches; default 12 on CUDA, else 0")
+    add("--workers", type=seed, help="processes that make batches; default 12 on CUDA, else 0")
     add("--rehearse", action="store_true", help="time some steps of every stage; prints JSON")
     add("--plot", type=Path, metavar="DIR", help="only draw loss.png from the log in DIR")
     options = parser.parse_args(arguments)

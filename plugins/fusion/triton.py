@@ -3,7 +3,8 @@
 A layer of Qwen3 takes some fifty elementwise and reduction launches in plain torch; here it takes
 4. In small steps the products of small weights are a matter of latency too, and have kernels of
 their own: for one row with the norm in front and the addition behind, for up to 16 rows alone, for
-up to 64 tokens, and where K is shared out for 2 to 256, with the addition and the norm behind.
+up to 64 tokens (of qkv 128), and where K is shared out for 2 to 256, with the addition and the norm
+behind.
 """
 
 from __future__ import annotations
@@ -69,35 +70,23 @@ def _tile_rows(weight: str) -> Callable[..., bool]:
     return _rows(MAX_FEW_ROWS + 1, MAX_TILE_ROWS, weight)
 
 
-def _tall_rows(weight: str, device: torch.device) -> Callable[..., bool]:
-    """As `_tile_rows`, and more rows where one wave of programs computes them."""
-
-    def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
-        from plugins.fusion.kernels.one_tile import suits_tall
-
-        k = facts.hidden_size
-        n = _num_elements(facts, weight) // k
-        suits = num_tokens <= MAX_TILE_ROWS
-        suits = suits or suits_tall(num_tokens, n, k, num_sms(device), by_parts=False)
-        return suits and _rows(MAX_FEW_ROWS + 1, num_tokens, weight)(num_tokens, facts, sink)
-
-    return is_wanted
-
-
-def _shared_rows(weight: str, device: torch.device) -> Callable[..., bool]:
-    """As `_tile_rows`; fewer rows and more of a product that is better shared out along K."""
+def _tall_rows(weight: str, device: torch.device, *, by_parts: bool) -> Callable[..., bool]:
+    """As `_tile_rows`, and more rows where one wave of programs computes them; where these share
+    out K (`by_parts`), few rows of a long one too."""
 
     def is_wanted(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
         from plugins.fusion.kernels.few_rows import suits_parts
         from plugins.fusion.kernels.one_tile import suits_tall
 
-        n = facts.hidden_size
-        k = _num_elements(facts, weight) // n
+        n, k = _num_elements(facts, weight) // facts.hidden_size, facts.hidden_size
+        if by_parts:
+            n, k = k, n
         if num_tokens <= MAX_FEW_ROWS:
-            suits = suits_parts(num_tokens, k)
+            suits = by_parts and suits_parts(num_tokens, k)
+        elif num_tokens > MAX_TILE_ROWS:
+            suits = suits_tall(num_tokens, n, k, num_sms(device), by_parts=by_parts)
         else:
-            suits = num_tokens <= MAX_TILE_ROWS
-            suits = suits or suits_tall(num_tokens, n, k, num_sms(device), by_parts=True)
+            suits = True
         return suits and _rows(1, num_tokens, weight)(num_tokens, facts, sink)
 
     return is_wanted
@@ -131,11 +120,12 @@ def _tile_spans(device: torch.device) -> tuple[Span, ...]:
         (("o_proj", "attn_add", "mlp_norm"), runs.o_add_mlp_norm, "o"),
         *((("down", "mlp_add", norm), run, "down") for norm, run in down_add),
     )
+    tall_qkv = _tall_rows("qkv", device, by_parts=False)
     return (
-        Span("linear", ("qkv_proj",), runs.qkv_proj_tile, _tall_rows("qkv", device)),
+        Span("linear", ("qkv_proj",), runs.qkv_proj_tile, tall_qkv),
         Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act_tile, _tile_rows("gate_up")),
         *(
-            Span("linear_add_norm", nodes, run, _shared_rows(of, device), 1)
+            Span("linear_add_norm", nodes, run, _tall_rows(of, device, by_parts=True), 1)
             for nodes, run, of in with_norm
         ),
     )

@@ -192,14 +192,13 @@ class BlockTables:
         """Changes that have not been sent."""
         return len(self._pending)
 
-    def send(self, index: NDArray[np.int64], block: NDArray[np.int32]) -> bool:
-        """Fill both arrays with the oldest changes and padding; True if some are left."""
+    def send(self, index: NDArray[np.int64], block: NDArray[np.int32]) -> None:
+        """Fill both arrays with the oldest changes and padding."""
         n = min(len(self._pending), len(index))
         index[:n] = self._pending[:n]
         index[n:] = self._trash_place
         block[:] = self.host.reshape(-1)[index]
         del self._pending[:n]
-        return bool(self._pending)
 
 
 def num_columns(limits: Limits, block_size: int) -> int:

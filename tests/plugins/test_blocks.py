@@ -152,7 +152,8 @@ def test_deltas_name_places_and_padding_names_the_trash_row():
     tables = BlockTables(LIMITS, block_size=4)
     index, block = np.zeros(5, np.int64), np.zeros(5, np.int32)
     tables.set(1, 1, [7, 8])
-    assert not tables.send(index, block)
+    tables.send(index, block)
+    assert not tables.num_pending
     assert index.tolist() == [4, 5, 6, 6, 6]
     assert block.tolist() == [7, 8, TRASH_BLOCK, TRASH_BLOCK, TRASH_BLOCK]
 
@@ -161,8 +162,10 @@ def test_what_does_not_fit_is_sent_next():
     tables = BlockTables(LIMITS, block_size=4)
     index, block = np.zeros(2, np.int64), np.zeros(2, np.int32)
     tables.set(0, 0, [5, 6, 7])
-    assert tables.send(index, block) and block.tolist() == [5, 6]
-    assert not tables.send(index, block) and index.tolist() == [2, 6]
+    tables.send(index, block)
+    assert tables.num_pending == 1 and block.tolist() == [5, 6]
+    tables.send(index, block)
+    assert tables.num_pending == 0 and index.tolist() == [2, 6]
 
 
 def test_a_place_changed_twice_is_sent_in_its_last_version():

@@ -148,11 +148,6 @@ def down(sites: Sites, batch: Batch, act: Tensor) -> tuple[Tensor]:
 # -------- for the rows of one tile
 
 
-def _parts(x: Tensor, weight: Tensor) -> Tensor:
-    is_few = suits_parts(*x.shape)
-    return few_rows_parts(x, weight) if is_few else one_tile_parts(x, weight)
-
-
 def qkv_proj_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
     """qkv_proj: (qkv,)."""
     return (one_tile(hidden, sites[0].weights.qkv, sites[0].weights.qkv_bias),)
@@ -161,6 +156,12 @@ def qkv_proj_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
 def gate_up_act_tile(sites: Sites, batch: Batch, hidden: Tensor) -> tuple[Tensor]:
     """gate_up · act_mul: (act,)."""
     return (one_tile(hidden, sites[0].weights.gate_up, act=True),)
+
+
+def _parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Of a product whose programs share K, by the kernel for so many rows."""
+    is_few = suits_parts(*x.shape)
+    return few_rows_parts(x, weight) if is_few else one_tile_parts(x, weight)
 
 
 def o_add_mlp_norm(
