@@ -74,8 +74,14 @@ def _one_row_kernel(
         w1 = _weights(w_at + CHUNK, CHUNK + k[None, :], K, EVEN)
     if NUM_AHEAD > 2:
         w2 = _weights(w_at + 2 * CHUNK, 2 * CHUNK + k[None, :], K, EVEN)
+    if NORM:
+        gain0 = tl.load(gain_ptr + k, mask=k < K, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0)
     wait_for_previous(PDL)
 
+    if ADD:  # here, to be there at the end
+        residual = tl.load(residual_ptr + row, mask=is_row, other=0.0)
     scale = 1.0
     if NORM:
         i = tl.arange(0, K_PADDED)
@@ -86,7 +92,10 @@ def _one_row_kernel(
     for start in tl.static_range(0, K, CHUNK):
         x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
         if NORM:
-            gain = tl.load(gain_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            if start == 0:
+                gain = gain0.to(tl.float32)
+            else:
+                gain = tl.load(gain_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
             x = (gain * (x * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         if start == 0:
             w = w0
@@ -106,12 +115,11 @@ def _one_row_kernel(
 
     out = tl.sum(acc, 1)
     if BIAS:
-        out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        out += bias.to(tl.float32)
     if ACT:
         out = activated(out, tl.sum(acc_up, 1), dtype)
     if ADD:
-        residual = tl.load(residual_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-        out = residual + out.to(dtype).to(tl.float32)
+        out = residual.to(tl.float32) + out.to(dtype).to(tl.float32)
     tl.store(out_ptr + row, out.to(dtype), mask=is_row)
 
 
@@ -138,6 +146,8 @@ def _few_rows_kernel(
         w1 = _weights(w_at + CHUNK, CHUNK + k, K, EVEN)
     if NUM_AHEAD > 2:
         w2 = _weights(w_at + 2 * CHUNK, 2 * CHUNK + k, K, EVEN)
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)
     wait_for_previous(PDL)
 
     is_row = (m < num_rows)[None, :, None]
@@ -164,7 +174,7 @@ def _few_rows_kernel(
 
     out = tl.sum(acc, 0)
     if BIAS:
-        out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        out += bias.to(tl.float32)[None, :]
     if ACT:
         out = activated(out, tl.sum(acc_up, 0), dtype)
     mask = (m < num_rows)[:, None] & (n < N)[None, :]

@@ -93,6 +93,8 @@ def _one_tile_kernel(
         prefetch(w_row + line)
         if ACT:
             prefetch(w_row + N * K + line)
+        if BIAS:
+            prefetch(bias_ptr + tl.minimum(n, N - 1))
     wait_for_previous(PDL)
 
     EVEN: tl.constexpr = K % PART == 0 and PART % CHUNK == 0

@@ -17,7 +17,17 @@ ELEMENTS = 1024  # of a program's heads; 64 threads load 16 bytes of bf16 a half
 
 
 @triton.jit
-def rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def gains_of(gain_ptr, half, e, NORM: tl.constexpr):
+    """Both halves of the gain of QK-norm, [1, D / 2], to be loaded before the wait."""
+    if NORM:
+        gain_a, gain_b = tl.load(gain_ptr + e), tl.load(gain_ptr + half + e)
+    else:
+        gain_a, gain_b = e, e
+    return gain_a, gain_b
+
+
+@triton.jit
+def rotated(at, half, mask, gain_a, gain_b, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Both halves [HEADS, D / 2] of some heads, normed if asked, and rotated.
 
     Rounded wherever the plain nodes round.
@@ -28,8 +38,7 @@ def rotated(at, half, mask, gain_ptr, e, cos, sin, eps, D: tl.constexpr, NORM: t
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        gain_a = tl.load(gain_ptr + e).to(tl.float32)
-        gain_b = tl.load(gain_ptr + half + e).to(tl.float32)
+        gain_a, gain_b = gain_a.to(tl.float32), gain_b.to(tl.float32)
         a = (gain_a * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         b = (gain_b * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     a_cos, a_sin = (a * cos).to(dtype).to(tl.float32), (a * sin).to(dtype).to(tl.float32)
@@ -56,23 +65,26 @@ def _qk_rope_write_kernel(
     cos = tl.load(cos_ptr + turn + e).to(dtype).to(tl.float32)
     sin = tl.load(sin_ptr + turn + e).to(dtype).to(tl.float32)
     place = tl.load(slot_map_ptr + token)
-    wait_for_previous(PDL)
     row = qkv_ptr + token * stride_qkv
     if part < q_parts:
+        gain_a, gain_b = gains_of(q_gain_ptr, half, e, NORM)
+        wait_for_previous(PDL)
         head = (part * HEADS + tl.arange(0, HEADS))[:, None]
         mask = head < NUM_Q
-        a, b = rotated(row + head * D + e, half, mask, q_gain_ptr, e, cos, sin, eps, D, NORM)
+        a, b = rotated(row + head * D + e, half, mask, gain_a, gain_b, cos, sin, eps, D, NORM)
         q_at = q_ptr + token * (NUM_Q * D) + head * D + e
         tl.store(q_at, a, mask=mask)
         tl.store(q_at + half, b, mask=mask)
     else:
+        gain_a, gain_b = gains_of(k_gain_ptr, half, e, NORM)
+        wait_for_previous(PDL)
         head = ((part - q_parts) * HEADS + tl.arange(0, HEADS))[:, None]
         mask = head < NUM_KV
         k_at = row + NUM_Q * D + head * D + e
         v_at = k_at + NUM_KV * D
         v_a = tl.load(v_at, mask=mask)
         v_b = tl.load(v_at + half, mask=mask)
-        k_a, k_b = rotated(k_at, half, mask, k_gain_ptr, e, cos, sin, eps, D, NORM)
+        k_a, k_b = rotated(k_at, half, mask, gain_a, gain_b, cos, sin, eps, D, NORM)
         to = (place // BLOCK).to(tl.int64) * stride_block + (place % BLOCK) * D
         to = to + head.to(tl.int64) * stride_kv_head + e
         tl.store(k_cache_ptr + to, k_a, mask=mask)

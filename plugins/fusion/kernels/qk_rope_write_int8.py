@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from plugins.early_launch import early, let_next_start, wait_for_previous
-from plugins.fusion.kernels.qk_rope_write import ELEMENTS, rotated
+from plugins.fusion.kernels.qk_rope_write import ELEMENTS, gains_of, rotated
 from plugins.kv.kernels.write_int8 import codes_of, scale_of
 
 if TYPE_CHECKING:
@@ -22,14 +22,6 @@ def _codes_of_halves(a, b, LARGEST: tl.constexpr):
     """Codes of both halves of rows [n, D / 2], and their common scales [n]."""
     scale = scale_of(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), LARGEST)
     return codes_of(a, scale), codes_of(b, scale), scale
-
-
-@triton.jit
-def _smooth(x, shift_at, factor_at, mask):
-    """x without its shift, in units of its factor, and the factor."""
-    shift = tl.load(shift_at, mask=mask, other=0.0)
-    factor = tl.load(factor_at, mask=mask, other=1.0)
-    return tl.div_rn(x.to(tl.float32) - shift, factor), factor
 
 
 @triton.jit
@@ -53,12 +45,13 @@ def _qk_rope_write_int8_kernel(
     cos = tl.load(cos_ptr + turn + e).to(dtype).to(tl.float32)
     sin = tl.load(sin_ptr + turn + e).to(dtype).to(tl.float32)
     place = tl.load(slot_map_ptr + token)
-    wait_for_previous(PDL)
     row = qkv_ptr + token * stride_qkv
     if part < q_parts:
+        gain_a, gain_b = gains_of(q_gain_ptr, half, e, NORM)
+        wait_for_previous(PDL)
         head = (part * HEADS + tl.arange(0, HEADS))[:, None]
         mask = head < NUM_Q
-        a, b = rotated(row + head * D + e, half, mask, q_gain_ptr, e, cos, sin, eps, D, NORM)
+        a, b = rotated(row + head * D + e, half, mask, gain_a, gain_b, cos, sin, eps, D, NORM)
         q_at = q_ptr + token * (NUM_Q * D) + head * D + e
         tl.store(q_at, a, mask=mask)
         tl.store(q_at + half, b, mask=mask)
@@ -66,15 +59,20 @@ def _qk_rope_write_int8_kernel(
         heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
         head = heads[:, None]
         mask = head < NUM_KV
+        gain_a, gain_b = gains_of(k_gain_ptr, half, e, NORM)
+        channel = head * D + e
+        shift_a = tl.load(shift_ptr + channel, mask=mask, other=0.0)
+        shift_b = tl.load(shift_ptr + channel + half, mask=mask, other=0.0)
+        factor_a = tl.load(factor_ptr + channel, mask=mask, other=1.0)
+        factor_b = tl.load(factor_ptr + channel + half, mask=mask, other=1.0)
+        wait_for_previous(PDL)
         k_at = row + NUM_Q * D + head * D + e
         v_at = k_at + NUM_KV * D
         v_a = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
         v_b = tl.load(v_at + half, mask=mask, other=0.0).to(tl.float32)
-        k_a, k_b = rotated(k_at, half, mask, k_gain_ptr, e, cos, sin, eps, D, NORM)
-        channel = head * D + e
-        k_a, factor_a = _smooth(k_a, shift_ptr + channel, factor_ptr + channel, mask)
-        channel = channel + half
-        k_b, factor_b = _smooth(k_b, shift_ptr + channel, factor_ptr + channel, mask)
+        k_a, k_b = rotated(k_at, half, mask, gain_a, gain_b, cos, sin, eps, D, NORM)
+        k_a = tl.div_rn(k_a.to(tl.float32) - shift_a, factor_a)
+        k_b = tl.div_rn(k_b.to(tl.float32) - shift_b, factor_b)
         k_a, k_b, k_scale = _codes_of_halves(k_a, k_b, LARGEST)
         v_a, v_b, v_scale = _codes_of_halves(v_a, v_b, LARGEST)
 

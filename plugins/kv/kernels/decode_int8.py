@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from plugins.device_limits import num_sms
-from plugins.early_launch import early, let_next_start, wait_for_previous
+from plugins.early_launch import early, let_next_start, prefetch, wait_for_previous
 from plugins.kv.int8_storage import dequantize
 from plugins.kv.kernels.decode import decode_attention_reference
 from plugins.kv.kernels.paging import block_ids, position_offsets, token_offsets
@@ -39,9 +39,9 @@ def _decode_int8_kernel(
     stride_q_token, stride_q_head, stride_block, stride_kv_head, stride_scale_block, stride_table,
     stride_out,
     GROUP: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
-    MERGES: tl.constexpr, GROUP_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, TILE_N: tl.constexpr, LINES: tl.constexpr, SPLIT: tl.constexpr,
+    DTYPE: tl.constexpr, MERGES: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0)
@@ -55,6 +55,22 @@ def _decode_int8_kernel(
     stop = tl.minimum(begin + per_split, length)
     table_row = table_ptr + slot.to(tl.int64) * stride_table
     ids = block_ids(table_row, slot, begin, stop, BLOCK, TILE_N)
+    k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    k_scale_head = k_scale_ptr + kv_head * BLOCK
+    v_scale_head = v_scale_ptr + kv_head * BLOCK
+    if PDL:  # the first tile is on its way to L2 meanwhile: of a block, V is as long as K
+        lines = tl.arange(0, LINES) * 128
+        first = token_offsets(ids, begin, stride_block, BLOCK, TILE_N, D)
+        first = tl.where(begin + tl.arange(0, TILE_N) < stop, first, 0)
+        prefetch(k_head + first[:, None] + lines[None, :])
+        prefetch(v_head + first[:, None] + lines[None, :])
+        scales = position_offsets(ids, begin, stride_scale_block, BLOCK, TILE_N)
+        prefetch(k_scale_head + scales)
+        prefetch(v_scale_head + scales)
+    dim = tl.arange(0, D_PADDED)
+    is_dim = (dim < D)[None, :]
+    factor = tl.load(factor_ptr + kv_head * D + dim[None, :], mask=is_dim, other=0.0)
     wait_for_previous(PDL)
     if row >= num_decodes:
         return
@@ -65,12 +81,9 @@ def _decode_int8_kernel(
     # Rows below HALF are the high parts, the others the low parts of the same heads.
     part = tl.arange(0, 2 * HALF)
     is_high = (part < HALF)[:, None]
-    dim = tl.arange(0, D_PADDED)
-    is_dim = (dim < D)[None, :]
     heads = kv_head * GROUP + part % HALF
     q_at = q_ptr + row.to(tl.int64) * stride_q_token + heads[:, None] * stride_q_head + dim[None, :]
     q = tl.load(q_at, mask=(part % HALF < GROUP)[:, None] & is_dim, other=0.0).to(tl.float32)
-    factor = tl.load(factor_ptr + kv_head * D + dim[None, :], mask=is_dim, other=0.0)
     q = q * factor
     largest = tl.max(tl.abs(q), 1)
     q = q * (127.0 / tl.where(largest > 0, largest, 1.0))[:, None]
@@ -78,10 +91,6 @@ def _decode_int8_kernel(
     q = tl.where(is_high, q_high, rint((q - q_high) * 254.0)).to(tl.int8)
     q_scale = tl.max(tl.reshape(largest, (2, HALF)), 0) * (scale_log2 / (127.0 * 254.0))
 
-    k_head = k_ptr + kv_head.to(tl.int64) * stride_kv_head
-    v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
-    k_scale_head = k_scale_ptr + kv_head * BLOCK
-    v_scale_head = v_scale_ptr + kv_head * BLOCK
     top = tl.full((HALF,), float("-inf"), tl.float32)
     sums = tl.zeros((HALF, TILE_N), tl.float32)  # of every TILE_N-th weight: added up at the end
     acc = tl.zeros((2 * HALF, D_PADDED), tl.float32)
@@ -208,7 +217,8 @@ def decode_int8(
         q_THD.stride(0), q_THD.stride(1), k.stride(0), k.stride(1), k_scale.stride(0),
         table.stride(0), out.stride(0),
         GROUP=group, D=head_dim, D_PADDED=padded, BLOCK=block_size, HALF=8 if group <= 8 else 16,
-        TILE_N=launch.tile_n, SPLIT=num_splits > 1, DTYPE=product_dtype(q_THD),
+        TILE_N=launch.tile_n, LINES=max(1, padded // 128), SPLIT=num_splits > 1,
+        DTYPE=product_dtype(q_THD),
         **parts.constants(num_kv_heads, launch.num_warps), num_stages=launch.num_stages,
         **early(out.device),
     )  # fmt: skip
