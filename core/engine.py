@@ -257,7 +257,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._open()
             if len(self._in_flight) > self._depth or self._launch():
                 if len(self._in_flight) > self._depth:
-                    self._harvest(self._in_flight.popleft())
+                    self._harvest(*self._in_flight.popleft())
                     # Whoever comes after this call is to be in the next step, where a seat is free.
                     # Where none is, that step need not wait for the events of this one, and the one
                     # behind it is prepared while the host has time to.
@@ -295,11 +295,10 @@ class Engine(AbstractContextManager["Engine"]):
             why = self.plan.blame(error) or reason(error)
             self._finish(self._requests[seq.request_id], "error", why)
 
-    def _harvest(self, launched: tuple[float, InFlight]) -> None:
+    def _harvest(self, begun: float, step: InFlight) -> None:
         """Take the tokens of a step that was launched earlier, and free the room of whom they
         end."""
         self._settle()
-        begun, step = launched
         s = self._slots  # of which nothing changes while the host waits
         live = s.epoch[step.slots] == step.epochs
         slots = step.slots[live]
@@ -351,7 +350,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Land every step in flight; True if there was one."""
         busy = bool(self._in_flight)
         while self._in_flight:
-            self._harvest(self._in_flight.popleft())
+            self._harvest(*self._in_flight.popleft())
         self._settle()
         return busy
 

@@ -74,10 +74,9 @@ class Executor:
         self._row_padding = np.array([[trash], [0], [0], [trash]], np.int32)
         longest = max(limits.max_model_len, limits.max_num_batched_tokens) + 1
         self._count = np.arange(longest, dtype=np.int32)
-        self._last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._last_token = torch.zeros(trash + 1, dtype=torch.int32, device=device)
         self.sampler = Sampler(trash + 1, facts.vocab_size, self._staging.device)
-        shape = limits.max_num_seqs, facts.vocab_size
-        self._logits = torch.zeros(shape, dtype=facts.dtype, device=device)
+        self._logits = torch.zeros(trash, facts.vocab_size, dtype=facts.dtype, device=device)
         self._pool: GraphPool | None = None
         self.graph_bytes = 0  # device memory that the graphs hold
         self._shapes: dict[BatchShape, Batch] = {}
@@ -102,9 +101,8 @@ class Executor:
         epochs = self._slots.epoch[sampled_slots]
         if not len(sampled_slots):
             return InFlight(plan, sampled_slots, epochs, sampled_slots, None, self._send_home()[1])
-        sampled = self._sample(batch)
+        results = [sampled := self._sample(batch)]
         num_top = int(self._slots.num_logprobs[sampled_slots].max())
-        results = [sampled]
         if num_top >= 0:
             results += token_logprobs(self._logits[: len(sampled)], sampled, num_top)
         (ids, *found), wait = self._send_home(*(x[: len(sampled_slots)] for x in results))
@@ -113,13 +111,8 @@ class Executor:
     def _send_home(self, *tensors: Tensor) -> tuple[list[NDArray[Any]], Callable[[], None]]:
         """Start copies to the host; they are valid, and the step has run, once the function that is
         given back has returned."""
-        if self.device.type != "cuda":
-            return [tensor.numpy() for tensor in tensors], lambda: None
-        # To pinned memory, which torch keeps and reuses in stream order.
-        arrays = [tensor.to("cpu", non_blocking=True).numpy() for tensor in tensors]
-        event = torch.cuda.Event()
-        event.record()
-        return arrays, event.synchronize
+        # From CUDA to pinned memory, which torch keeps and reuses in stream order.
+        return [x.to("cpu", non_blocking=True).numpy() for x in tensors], self._staging.mark()
 
     def _run_step(self, batch: Batch) -> None:
         """From the metadata to the logits: what a graph captures."""
@@ -189,6 +182,7 @@ class Executor:
             self._counters.num_extra_plans += 1
             self._staging.send(batch.shape.num_tokens)
             self._kv.begin_step(batch)
+            self._staging.mark()
             previous, host = host, self._staging.host()
             for name, array in host.items():
                 array[...] = previous[name]

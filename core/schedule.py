@@ -208,9 +208,8 @@ class Schedule:
         for seq in self.prefilling:
             self._slots.sync(seq)
         partials = sorted(self._entries(self.prefilling), reverse=True)
-        aside: list[Entry] = []  # heads without room, which others may pass
-        rows: list[int] = []
-        lens: list[int] = []
+        # Heads without room, which others may pass, are put aside.
+        rows, lens, aside = list[int](), list[int](), list[Any]()
         while budget > 0:
             head = self.head() if admit else None
             if head is not None and (not partials or head[:2] < partials[-1][:2]):

@@ -29,7 +29,7 @@ class Slots:
         rows = limits.max_num_seqs + 1
         self.tokens = np.full((rows, limits.max_model_len), NO_TOKEN, np.int32)
         self.token_times = np.zeros((rows, limits.max_model_len), np.float64)
-        counts = np.zeros((6, rows), np.int32)
+        self._counts = counts = np.zeros((6, rows), np.int32)
         self.num_known, self.num_tokens, self.num_computed, self.max_total = counts[:4]
         self.num_logprobs, self.min_total = counts[4:]
         self.epoch = np.zeros(rows, np.int64)
@@ -49,26 +49,25 @@ class Slots:
 
     def take(self, seq: Sequence, seed: int, stop_ids: Seq[int]) -> int:
         """Give `seq` a free slot and copy its numbers in."""
+        params, most = seq.params, seq.max_tokens_total
         slot, n = self._free.pop(), seq.num_known
         self.tokens[slot, :n], self.token_times[slot, :n] = seq.token_ids[:n], seq.token_times[:n]
-        self.tokens[slot, n : seq.max_tokens_total] = NO_TOKEN
+        self.tokens[slot, n:most] = NO_TOKEN
         seq.token_ids, seq.token_times = self.tokens[slot], self.token_times[slot]
-        self.num_known[slot], self.num_tokens[slot] = n, seq.num_tokens
-        self.num_computed[slot], self.max_total[slot] = seq.num_computed, seq.max_tokens_total
-        params = seq.params
+        num_logprobs = -1 if params.logprobs is None else params.logprobs
+        least = min(seq.num_prompt + params.min_tokens, most)
+        self._counts[:, slot] = n, seq.num_tokens, seq.num_computed, most, num_logprobs, least
         self.temperature[slot] = params.temperature if params.needs & Needs.HOT else 0
         self.seed_state[slot] = seed_state(seed)
         self.filters[slot] = params.top_k, params.top_p, params.min_p
         self.penalties[slot, 0] = params.repetition_penalty
         self.penalties[slot, 1:3] = params.presence_penalty, params.frequency_penalty
-        self.min_total[slot] = min(seq.num_prompt + params.min_tokens, seq.max_tokens_total)
         self.has_stop_strings[slot] = bool(params.stop)
         if (missing := len(stop_ids) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         self.needs[slot] = params.needs
-        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.owner[slot], seq.slot = seq, slot
         return slot
 

@@ -2,14 +2,16 @@
 sides.
 
 Graphs bake addresses, so every per-step input lives at a fixed offset of one device buffer. On CUDA
-the host side is a ring of pinned buffers: a buffer is written again only after the event of its
+the host side is a ring of pinned buffers: a buffer is written again only after an event behind its
 last copy (two plans in flight that share one pinned buffer is a known way to read the wrong batch).
-On the CPU host and device are one memory.
+That is the event of the step, which somebody has waited for by then. On the CPU host and device are
+one memory.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,30 +64,41 @@ class Staging:
         size = sum(_padded(*array) for array in arrays.values())
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self.device = _views(self._device, arrays)
-        self._on_cuda = device.type == "cuda"
-        self._ring = [self._device]
-        if self._on_cuda:
-            self._ring = [self._device.cpu().pin_memory() for _ in range(num_host)]
-            self._copied = [torch.cuda.Event() for _ in self._ring]
+        self._new_event: Any = torch.cuda.Event if device.type == "cuda" else None
+        pinned = num_host if self._new_event else 0
+        self._ring = [self._device.cpu().pin_memory() for _ in range(pinned)] or [self._device]
+        self._waits: list[Any] = [lambda: None] * len(self._ring)  # for a buffer's last copy
+        self._parts: dict[int, list[Tensor]] = {}  # of the last step's length, device first
         views = [_views(buffer, arrays) for buffer in self._ring]
         self._host = [{name: v.numpy() for name, v in one.items()} for one in views]
         self._turn = 0
 
     def host(self) -> dict[str, NDArray[Any]]:
         """The arrays of the next step, to be overwritten; waits until their last copy has ended."""
-        if self._on_cuda:
-            self._copied[self._turn].synchronize()
+        (self._waits[self._turn] or self.mark())()
         return self._host[self._turn]
 
     def send(self, num_tokens: int) -> None:
         """Copy what `host()` gave to the device, the rows of so many tokens, in stream order, and
         turn the ring."""
-        if self._on_cuda:
-            unused = len(self.device["tokens"]) - 3 * _width(num_tokens)
-            end = len(self._device) - 4 * unused
-            self._device[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
-            self._copied[self._turn].record()
+        if self._new_event:
+            if num_tokens not in self._parts:
+                end = len(self._device) - 4 * (len(self.device["tokens"]) - 3 * _width(num_tokens))
+                self._parts = {num_tokens: [x[:end] for x in (self._device, *self._ring)]}
+            part, *sources = self._parts[num_tokens]
+            part.copy_(sources[self._turn], non_blocking=True)
+            self._waits[self._turn] = None
             self._turn = (self._turn + 1) % len(self._ring)
+
+    def mark(self) -> Any:
+        """A function to wait for all that the stream has been given, and so for every copy."""
+        if self._new_event is None:
+            return lambda: None
+        event = self._new_event()
+        event.record()
+        behind = cache(event.synchronize)  # whoever waits again asks the driver no more
+        self._waits = [wait or behind for wait in self._waits]
+        return behind
 
 
 def _padded(shape: tuple[int, ...], dtype: str) -> int:

@@ -173,6 +173,7 @@ class LateExecutor(Executor):
 
     def _send_home(self, *tensors: Tensor) -> tuple[list[Any], Callable[[], None]]:
         place = self.late.num_queued
+        self._staging.mark()
 
         def wait() -> None:
             self.late.run_until(place)
