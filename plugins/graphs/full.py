@@ -38,6 +38,9 @@ class FullGraphs:
         fine_tokens: int = Field(
             32, ge=1, description="spacing of the prefill ladders' lower rungs, in tokens"
         )
+        coarse_tokens: int = Field(
+            128, ge=1, description="widest spacing of the ladder of lone prompts, in tokens"
+        )
         max_tokens: int = Field(
             8192, ge=1, description="largest captured prefill or mixed step, in tokens"
         )
@@ -59,7 +62,9 @@ class FullGraphs:
         self._limits = limits
         self._rows = rungs(limits.max_num_seqs, self.config.fine)
         longest = min(top, limits.max_model_len)
-        self._fresh = tuple(n for n in prompt_rungs(longest, self.config.fine_tokens) if n > 1)
+        config = self.config
+        fresh = prompt_rungs(longest, config.fine_tokens, config.coarse_tokens)
+        self._fresh = tuple(n for n in fresh if n > 1)
         # Of max_model_len tokens the last is never a prompt's: it is there to be generated.
         whole = limits.max_num_batched_tokens
         captures = 1 < whole <= self.config.max_tokens

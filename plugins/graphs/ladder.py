@@ -26,10 +26,11 @@ def rungs(limit: int, fine: int) -> tuple[int, ...]:
     return tuple(sorted({*sizes, limit}))
 
 
-def prompt_rungs(limit: int, fine: int) -> tuple[int, ...]:
+def prompt_rungs(limit: int, fine: int, coarse: int | None = None) -> tuple[int, ...]:
     """As `rungs`, for steps whose time goes with their tokens: from 4 * `fine` on six rungs an
-    octave, which pad by at most 15 %."""
+    octave, which pad by at most 15 %, and every multiple of `coarse`."""
     sizes = [1, 2, 4, fine, 2 * fine, 3 * fine]
+    sizes += range(coarse, limit, coarse) if coarse else ()
     octave = 4 * fine
     while octave < limit:
         sizes += [octave * part // 16 for part in _OCTAVE]

@@ -39,13 +39,21 @@ def test_rungs_of_prompts_pad_by_15_percent_at_most(limit, fine):
     assert set(ladder) >= {n for n in octaves if n < limit}, "powers of two are not padded"
 
 
-@pytest.mark.parametrize("num_tokens", [150, 1100, 4400, 8192])
+@pytest.mark.parametrize("limit", [2, 100, 128, 4000, 8192])
+def test_no_prompt_is_padded_by_a_tile_of_its_products(limit):
+    few, many = prompt_rungs(limit, 32), prompt_rungs(limit, 32, 128)
+    assert set(few) <= set(many) and many[-1] == limit
+    assert all(at_least(many, size) - size < 128 for size in range(1, limit + 1))
+    assert {n for n in many if n not in few} == set(range(128, limit, 128)) - set(few)
+
+
+@pytest.mark.parametrize("num_tokens", [150, 1100, 3000, 4400, 8065, 8192])
 def test_a_lone_prompt_up_to_a_usual_step_is_replayed_with_little_padding(num_tokens):
     graphs = FullGraphs()
     shapes = graphs.shapes(Limits(40960, 256, 8192))
     shape = graphs.select(num_tokens, 1, num_tokens, num_tokens, 0)
     assert shape in shapes and shape.fresh
-    assert num_tokens <= shape.num_tokens <= 1.15 * num_tokens
+    assert num_tokens <= shape.num_tokens <= min(1.15 * num_tokens, num_tokens + 127)
 
 
 def test_whole_chunks_of_a_longer_prompt_are_captured():

@@ -255,6 +255,12 @@ def case_fine_tokens(graphs, tmp_path):
     assert tuple([n for n in found[2] if n > 20] for found in (usual, coarse)) == mixed
 
 
+def case_coarse_tokens(graphs, tmp_path):
+    usual, dense = shapes(graphs), shapes(graphs, coarse_tokens=50)
+    assert usual == shapes(graphs, coarse_tokens=128) and usual[::2] == dense[::2]
+    assert sorted(set(dense[1]) - set(usual[1])) == [50, 100, 150, 250]
+
+
 def case_max_tokens(graphs, tmp_path):
     usual, few = shapes(graphs), shapes(graphs, max_tokens=100)
     assert usual[0] == few[0]
