@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from core.batch import Batch, Sequence
     from core.seams import KVSink
 
-LIMITS = Limits(max_model_len=128, max_num_seqs=5, max_num_batched_tokens=128)
+LIMITS = Limits(max_model_len=384, max_num_seqs=5, max_num_batched_tokens=384)
 ROOM = LIMITS.max_num_seqs * LIMITS.max_model_len  # tokens
 UNKNOWN = "unknown"  # a cache whose sinks are of a kind that nobody knows
 HIDDEN = "none"  # a cache that shows no sink
@@ -98,14 +98,15 @@ class DecoderRig:
 
     def steps(self, num_tokens: int, check: Callable[[Seq[Placed], Batch], None]) -> None:
         """A lone prompt of `num_tokens`, up to its final norm, as if it were a chunk of a longer
-        one; then decodes and a chunk behind a prefix, as many tokens in all, up to the logits.
+        one, and another up to its logits; then decodes and a chunk behind a prefix, as many tokens
+        in all, up to the logits.
 
         `check(chain, batch)` is called with each step, once it has begun, and the chain to run it
         through, which fills the cache. There is something in the cache to read by then.
         """
         rng = np.random.default_rng(num_tokens)
-        lengths = (9, 20, 5 + num_tokens, num_tokens)
-        first, second, third, lone = running = [
+        lengths = (9, 20, 5 + num_tokens, num_tokens, num_tokens)
+        first, second, third, lone, whole = running = [
             self.rig.sequence(
                 rng.integers(1, self.facts.vocab_size, n).tolist(), share_prefix=False
             )
@@ -116,6 +117,7 @@ class DecoderRig:
         self._run([], [(first, 8), (second, 19), (third, 5)], _run_plain, wants_logits=False)
         if num_tokens > 1:
             self._run([], [(lone, num_tokens)], check, wants_logits=False)
+            self._run([], [(whole, num_tokens)], check)
         decodes = [first, second][: max(1, num_tokens - 1)]
         rest = num_tokens - len(decodes)
         self._run(decodes, [(third, rest)] if rest else [], check)

@@ -4,7 +4,7 @@ A layer of Qwen3 takes some fifty elementwise and reduction launches in plain to
 4. In small steps the products of small weights are a matter of latency too, and have kernels of
 their own: for one row with the norm in front and the addition behind, for up to 16 rows alone, for
 up to 64 tokens (of qkv 128), and where K is shared out for 2 to 256, with the addition and the norm
-behind.
+behind. Of a long lone prompt the last layer is computed for the last token alone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ NAMES = (
     "linear",
     "linear_act",
     "linear_add_norm",
+    "last_layer",
     "sample",
 )
 MAX_FEW_ROWS, MAX_TILE_ROWS = 16, 64
+MIN_LONG = 257  # tokens of a step whose products are all cuBLAS's
 MAX_WEIGHT_BYTES = 16 << 20  # of a weight that is a matter of latency; larger ones are cuBLAS's
 
 
@@ -112,6 +114,16 @@ def _writes_blocks(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> b
     return is_known and is_power and facts.head_dim >= 16
 
 
+def _reads_last_alone(num_tokens: int, facts: ModelFacts, sink: KVSink | None) -> bool:
+    """Long steps, where the attention kernel serves the model and a lone prompt's keys are at
+    hand."""
+    from plugins.kv.kernels.limits import refusal
+
+    has_keys = sink is not None and sink.kind in ("blocks", "int8_blocks") and bool(sink.fresh)
+    is_served = facts.dtype.itemsize == 2 and refusal(facts) is None
+    return num_tokens >= MIN_LONG and has_keys and is_served
+
+
 def _tile_spans(device: torch.device) -> tuple[Span, ...]:
     from plugins.fusion.kernels import runs
 
@@ -151,6 +163,7 @@ class TritonFusion:
                 "choose --fusion none"
             )
         from plugins.fusion.kernels import runs
+        from plugins.fusion.kernels.last_layer import LAST_LAYER, last_layer
         from plugins.fusion.kernels.one_tile import SHARED_BYTES
 
         offered = (
@@ -182,6 +195,7 @@ class TritonFusion:
             Span("linear", ("down",), runs.down, _few_rows("down")),
             Span("linear_act", ("gate_up", "act_mul"), runs.gate_up_act, _few_rows("gate_up")),
             *(_tile_spans(device) if shared_bytes(device) >= SHARED_BYTES else ()),
+            Span("last_layer", LAST_LAYER, last_layer, _reads_last_alone, 3),
             Span("sample", ("sample",), runs.sample, _always),
         )
         return self.config.chosen(offered)

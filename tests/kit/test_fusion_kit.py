@@ -37,9 +37,9 @@ def verified(decoder, offer, num_tokens=7, **options):
 
 
 def test_verify_compares_every_span_in_place(decoder):
-    layer = ["qk_rope_write", "add_norm", "act_mul", "add_norm"]
-    assert verified(decoder, Sound) == [layer * 2, [*layer * 2, "head"]]
-    assert verified(decoder, Sound, strided=True) == [layer * 2, [*layer * 2, "head"]]
+    layers = ["qk_rope_write", "add_norm", "act_mul", "add_norm"] * 2
+    wanted = [layers, [*layers, "head"], [*layers, "head"]]
+    assert verified(decoder, Sound) == verified(decoder, Sound, strided=True) == wanted
 
 
 def test_verify_names_the_first_span_that_deviates(decoder):

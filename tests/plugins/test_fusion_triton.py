@@ -22,7 +22,8 @@ if INTERPRETING:
         token_counts = (1, 3)
 
     class TestTritonInterpretedHalf(FusionSuite):
-        """The spans for few rows, and for those of one tile, are not offered in float32."""
+        """The spans for few rows, for those of one tile, and for many rows of which one is read are
+        not offered in float32."""
 
         plugin = "triton"
         kinds = ("qwen2.5-yarn", "qwen3")
@@ -39,6 +40,7 @@ else:
 
     class TestTriton(FusionGpuSuite):
         plugin = "triton"
+        token_counts = (*FusionGpuSuite.token_counts, 300)
 
     class TestTritonFloat32(FusionGpuSuite):
         plugin = "triton"

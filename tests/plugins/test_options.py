@@ -171,8 +171,9 @@ def case_only(fusion, tmp_path):
     assert claimed(fusion, {"fusion.only": []}) == []
     for name in SETS[fusion].Config.names:
         only = {"fusion.only": [name]}
-        # Some are for one token, or for few.
-        assert {c for n in (300, 20, 1) for c in claimed(fusion, only, num_tokens=n)} == {name}
+        # Some are for one token, or for few; on a CPU no cache keeps a lone prompt's keys apart.
+        wanted = {name} - {"last_layer"}
+        assert {c for n in (300, 20, 1) for c in claimed(fusion, only, num_tokens=n)} == wanted
     given, two = "act_mul,embed_norm", ["embed_norm", "act_mul", "act_mul"]
     if fusion == "onednn":
         given, two = "lm_head,o_proj", ["o_proj", "o_proj", "lm_head"]
