@@ -138,15 +138,15 @@ def test_an_engine_says_what_it_says_without(place, kv):
     prompts = [[(i * 37 + n) % 250 for i in range(n)] for n in (MIN_LONG - 1, MIN_LONG, 300, 700)]
     params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=5)
     said = {}
-    for fusion, verify in (("none", False), ("triton", True), ("triton", False)):
+    for fusion, verified in (("none", False), ("triton", True), ("triton", False)):
         options = {"kv": kv, "fusion": fusion, "max_num_batched_tokens": 1024, "max_num_seqs": 4}
-        options |= {"graphs": "none" if verify else "full", "kv_cache_bytes": 1 << 24, "seed": 3}
+        options |= {"graphs": "none" if verified else "full", "kv_cache_bytes": 1 << 24, "seed": 3}
         options |= {"device": device, "dtype": str(dtype).removeprefix("torch.")}
-        options |= {"settings": {"fusion.verify": True} if verify else {}}
+        options |= {"settings": {"fusion.verify": True} if verified else {}}
         with Engine(model="random:tiny", max_model_len=1024, **options) as engine:
             alone = [engine.generate([prompt], params)[0] for prompt in prompts]
             said[fusion] = alone + engine.generate(prompts, params)
-            if verify:
+            if verified:
                 found = engine.report()["counters"]["verified_spans"].get("last_layer")
                 assert (found is not None) is (dtype.itemsize == 2)
                 assert found is None or (found["num_right"] and not found["num_deviating"])
