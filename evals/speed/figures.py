@@ -28,8 +28,14 @@ FEW_ROWS = ("linear", "linear_act", "linear_add_norm")
 HOST_PATH = "host-path-qwen3-0.6b-h200.json"
 LEVERS = "lever-{}-qwen3-0.6b-h200.json"
 DUEL = "duel-vllm-qwen3-0.6b-h200.json"
+TUNED_DUEL = "duel-tuned-vllm-qwen3-0.6b-h200.json"
 OTHER_DUELS = ("duel-vllm-qwen3-4b-h200.json", "duel-vllm-qwen3-0.6b-h200-fast-host.json")
-VLLM = {"vllm": "vllm"}
+PAGED, VLLM = {"paged": "ours"}, {"vllm": "vllm"}
+TUNED = {
+    "async off": "vllm:async_scheduling=false",
+    "capture to 4,096": "vllm:max_capture=4096",
+    "both": "vllm:max_capture=4096,async_scheduling=false",
+}
 LONG_CONTEXT = {kv: f"steps-32k-{kv}-qwen3-4b-h200.json" for kv in ("paged", "paged_int8")}
 
 
@@ -142,26 +148,47 @@ def host_table(found: dict[str, Any]) -> str:
     return table(keys, [[f"{row[key]:,.0f}" for key in keys] for row in found["us"]])
 
 
-def duel_table(file: str, arms: Mapping[str, str]) -> str:
-    """Of a record of evals.speed.bench: medians over repetitions, a column an arm (name -> arm),
-    and the ratio of every column to the last, of the figures that all have."""
-    figures: dict[str, dict[str, float]] = {}
+def _medians(file: str) -> dict[str, dict[str, float]]:
+    """Of a record of evals.speed.bench: medians over repetitions, by figure, then by arm."""
+    found: dict[str, dict[str, float]] = {}
     for row in record(file)["rows"]:
         is_sum = row["figure"].startswith(("total_", "request_"))  # what output tokens say
         if row["p50"] is not None and not is_sum:
-            of = figures.setdefault(f"{row['workload']} {row['figure']}", {})
-            of[row["arm"]] = row["p50"]
-    *ours, last = arms
+            found.setdefault(f"{row['workload']} {row['figure']}", {})[row["arm"]] = row["p50"]
+    return found
+
+
+def duel_table(file: str, ours: Mapping[str, str], peers: Mapping[str, str]) -> str:
+    """Of a record of evals.speed.bench: medians, a column an arm (name -> arm), and the ratio of
+    every column of ours to every one of a peer, of the figures that all have."""
+    arms = {**ours, **peers}
     rows = [
         (
             figure,
             *(f"{of[arm]:,.5g}" for arm in arms.values()),
-            *(f"{of[arms[name]] / of[arms[last]]:.2f}" for name in ours),
+            *(f"{of[a] / of[b]:.3f}" for b in peers.values() for a in ours.values()),
         )
-        for figure, of in figures.items()
+        for figure, of in _medians(file).items()
         if set(arms.values()) <= of.keys()
     ]
-    return table(("figure", *arms, *(f"{name} / {last}" for name in ours)), rows)
+    return table(("figure", *arms, *(f"{a} / {b}" for b in peers for a in ours)), rows)
+
+
+def closest_table(peers: Mapping[str, tuple[str, str]]) -> str:
+    """Of the figures of every peer (name -> record and arm): which comes closest to ours, or is
+    the farthest ahead, and the ratio to it, each within its own record."""
+    medians = {file: _medians(file) for file, _ in peers.values()}
+    shared = [f for f in medians[next(iter(medians))] if all(f in of for of in medians.values())]
+    rows = []
+    for figure in shared:
+        ratios = {}
+        for name, (file, arm) in peers.items():
+            of = medians[file][figure]
+            ratios[name] = of["ours"] / of[arm]
+        closest = min if "throughput" in figure else max
+        name = closest(ratios, key=ratios.__getitem__)
+        rows.append((figure, name, f"{ratios[name]:.3f}"))
+    return table(("figure", "closest", "paged / closest"), rows)
 
 
 def readme_tables() -> list[str]:
@@ -192,8 +219,16 @@ def speed_tables() -> list[str]:
         columns_table(others, "Qwen3-4B"),
         columns_table(long_context, "paged"),
         host_table(record(HOST_PATH)),
-        duel_table(DUEL, {"paged": "ours", "paged_int8": "outweigh:kv=paged_int8", **VLLM}),
-        *(duel_table(file, {"paged": "ours", **VLLM}) for file in OTHER_DUELS),
+        duel_table(DUEL, {**PAGED, "paged_int8": "outweigh:kv=paged_int8"}, VLLM),
+        closest_table(
+            {
+                "as installed": (DUEL, VLLM["vllm"]),
+                "async off": (DUEL, TUNED["async off"]),
+                "capture to 4,096": (TUNED_DUEL, TUNED["capture to 4,096"]),
+                "both": (TUNED_DUEL, TUNED["both"]),
+            }
+        ),
+        *(duel_table(file, PAGED, VLLM) for file in OTHER_DUELS),
         *(text for name in results.names() for text in results.tables(name)),
     ]
 
