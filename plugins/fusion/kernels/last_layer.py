@@ -40,15 +40,16 @@ def last_layer(sites: tuple[Site, ...], batch: Batch, residual: Tensor, q: Tenso
         ctx = layer.kv.attend(layer.layer, q, batch)
         return LM_HEAD.run(head, batch, _behind_attention(layer, residual, ctx))
     rows = batch.logit_rows
+    lens = rows + 1  # first: attention reads it before it waits for the kernel in front
     residual, q = residual.index_select(0, rows), q.index_select(0, rows)
-    hidden = _behind_attention(layer, residual, _attend_to_own(layer, batch, q))
+    hidden = _behind_attention(layer, residual, _attend_to_own(layer, batch, q, lens))
     if batch.logits is None:
         return (F.linear(hidden, head.model.lm_head),)
     return (torch.mm(hidden, head.model.lm_head.t(), out=batch.logits),)
 
 
-def _attend_to_own(site: Site, batch: Batch, q_RHD: Tensor) -> Tensor:
-    """Attention of the queries of `batch.logit_rows` over the step's own keys, [R, H * D].
+def _attend_to_own(site: Site, batch: Batch, q_RHD: Tensor, lens_R: Tensor) -> Tensor:
+    """Attention of each query over so many of the step's own keys, from the first, [R, H * D].
 
     These are read as a cache of blocks of one token, each under its own number: one table serves
     all rows.
@@ -64,7 +65,7 @@ def _attend_to_own(site: Site, batch: Batch, q_RHD: Tensor) -> Tensor:
         v,
         numbers.expand(num_rows, -1),
         numbers[:num_rows],
-        batch.logit_rows + 1,
+        lens_R,
         numbers[num_rows:],
         block_size=1,
         scale=site.facts.softmax_scale,
