@@ -770,7 +770,7 @@ def test_a_stream_refuses_and_leaves_others_alone(path, greedy):
 def test_a_failing_step_reaches_whoever_runs_it(path, monkeypatch):
     async def main(engine):
         async for _ in engine.stream(prompts()[0], params_of()):
-            monkeypatch.setattr(engine, "_harvest", lambda step: 1 / 0)
+            monkeypatch.setattr(engine, "_harvest", lambda *_: 1 / 0)
 
     with tiny_engine(path) as engine:
         with pytest.raises(ZeroDivisionError):
