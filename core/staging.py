@@ -4,8 +4,8 @@ sides.
 Graphs bake addresses, so every per-step input lives at a fixed offset of one device buffer. On CUDA
 the host side is a ring of pinned buffers: a buffer is written again only after an event behind its
 last copy (two plans in flight that share one pinned buffer is a known way to read the wrong batch).
-That is the event of the step, which somebody has waited for by then. On the CPU host and device are
-one memory.
+That is the event of the step, which somebody has waited for by then as a rule: not where several
+rounds of table changes turn the ring while a step is in flight. On the CPU both are one memory.
 """
 
 from __future__ import annotations

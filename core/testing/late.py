@@ -74,7 +74,7 @@ class LateDevice:
         return run
 
     def staging(self, arrays: Arrays, num_host: int) -> Staging:
-        """The staging of a GPU: a ring of host buffers, each with the event of its copy."""
+        """The staging of a GPU: a ring of host buffers, and events behind their copies."""
         device: Any = SimpleNamespace(type="cuda")
         with mock.patch("core.staging.torch", _Torch(self)):
             return Staging(arrays, device, num_host)

@@ -4,7 +4,7 @@ A layer of Qwen3 takes some fifty elementwise and reduction launches in plain to
 4. In small steps the products of small weights are a matter of latency too, and have kernels of
 their own: for one row with the norm in front and the addition behind, for up to 16 rows alone, for
 up to 64 tokens (of qkv 128), and where K is shared out for 2 to 256, with the addition and the norm
-behind. Of a long lone prompt the last layer is computed for the last token alone.
+behind. Of a long lone prompt the last layer, from its attention on, is for the last token alone.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FullGraphs:
             32, ge=1, description="spacing of the prefill ladders' lower rungs, in tokens"
         )
         coarse_tokens: int = Field(
-            128, ge=1, description="widest spacing of the ladder of lone prompts, in tokens"
+            128, ge=32, description="widest spacing of the ladder of lone prompts, in tokens"
         )
         max_tokens: int = Field(
             8192, ge=1, description="largest captured prefill or mixed step, in tokens"

@@ -21,6 +21,7 @@ from plugins.fusion.kernels.last_layer import LAST_LAYER
 from plugins.fusion.triton import MIN_LONG, TritonFusion
 
 LONG = MIN_LONG + 2
+RUNS = (("none", False), ("triton", True), ("triton", False))  # of which the second is verified
 CACHES = ["paged"] if INTERPRETING else ["paged", "contiguous", "paged_int8"]
 
 
@@ -119,6 +120,27 @@ def test_of_a_lone_prompt_one_query_is_all_that_is_read(place):
     assert wanted.isfinite().all() and wanted.equal(got)
 
 
+def test_a_cache_that_attends_in_its_own_way_is_asked(place):
+    """It has inherited the sink, with the keys of a lone prompt in it."""
+    device, dtype = place
+    made = rig("qwen3", "paged", dtype, device)
+    span, kv, seen = last_layer(made, torch.device(device)), made.rig.kv, []
+    if dtype == torch.float32:
+        assert not span.when(LONG, made.facts, made.sink)
+        return
+
+    class Halved(type(kv)):
+        def attend(self, layer, q, batch):
+            return super().attend(layer, q, batch) / 2
+
+    def check(chain, batch):
+        seen.append(verify(cover(chain, [span]), chain, batch, tolerance=parity.CHAIN[dtype]))
+
+    kv.__class__ = Halved
+    made.steps(LONG, check)
+    assert seen == [[], ["last_layer"], ["last_layer"]]
+
+
 def test_short_steps_and_unknown_caches_are_left_to_the_other_spans(place):
     device, dtype = place
     made = rig("qwen3", "paged", dtype, device)
@@ -138,21 +160,23 @@ def test_an_engine_says_what_it_says_without(place, kv):
     prompts = [[(i * 37 + n) % 250 for i in range(n)] for n in (MIN_LONG - 1, MIN_LONG, 300, 700)]
     params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=5)
     said = {}
-    for fusion, verified in (("none", False), ("triton", True), ("triton", False)):
+    for fusion, verified in RUNS:
         options = {"kv": kv, "fusion": fusion, "max_num_batched_tokens": 1024, "max_num_seqs": 4}
         options |= {"graphs": "none" if verified else "full", "kv_cache_bytes": 1 << 24, "seed": 3}
         options |= {"device": device, "dtype": str(dtype).removeprefix("torch.")}
         options |= {"settings": {"fusion.verify": True} if verified else {}}
+        options["enable_prefix_caching"] = False  # the prompts at once are one long step
         with Engine(model="random:tiny", max_model_len=1024, **options) as engine:
             alone = [engine.generate([prompt], params)[0] for prompt in prompts]
-            said[fusion] = alone + engine.generate(prompts, params)
+            said[fusion, verified] = alone + engine.generate(prompts, params)
             if verified:
                 found = engine.report()["counters"]["verified_spans"].get("last_layer")
                 assert (found is not None) is (dtype.itemsize == 2)
                 assert found is None or (found["num_right"] and not found["num_deviating"])
-    for plain, ours in zip(said["none"], said["triton"], strict=True):
-        assert ours.error is None
-        wanted, got = (o.top_logprobs[0] for o in (plain, ours))
-        both = wanted.keys() & got.keys()
-        assert len(both) >= 4
-        assert all(abs(wanted[t] - got[t]) <= 10 * parity.CHAIN[dtype] for t in both)
+    for outputs in zip(*said.values(), strict=True):
+        assert not any(output.error for output in outputs)
+        wanted, *others = (output.top_logprobs[0] for output in outputs)
+        for got in others:
+            both = wanted.keys() & got.keys()
+            assert len(both) >= 4
+            assert all(abs(wanted[t] - got[t]) <= 10 * parity.CHAIN[dtype] for t in both)

@@ -19,13 +19,16 @@ from core.model import LM_HEAD
 from plugins.fusion.kernels.act_mul import act_mul
 from plugins.fusion.kernels.add_norm import add_norm, norm
 from plugins.fusion.kernels.few_rows import one_row
+from plugins.kv.contiguous import Contiguous
 from plugins.kv.kernels.decode import decode_attention
+from plugins.kv.paged import Paged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from core.batch import Batch
     from core.model import Site
+    from core.seams import KVManager
 
 LAST_LAYER = (
     "attention", "o_proj", "attn_add", "mlp_norm", "gate_up", "act_mul", "down", "mlp_add",
@@ -34,9 +37,13 @@ LAST_LAYER = (
 
 
 def last_layer(sites: tuple[Site, ...], batch: Batch, residual: Tensor, q: Tensor) -> tuple[Tensor]:
-    """attention … lm_head: (logits,). In steps of another kind every token takes the way."""
+    """attention … lm_head: (logits,).
+
+    In steps of another kind, and over caches that attend in a way of their own, every token takes
+    the way of the plain nodes.
+    """
     layer, head = sites[0], sites[-1]
-    if not batch.shape.fresh:
+    if not (batch.shape.fresh and _is_causal(layer.kv)):
         ctx = layer.kv.attend(layer.layer, q, batch)
         return LM_HEAD.run(head, batch, _behind_attention(layer, residual, ctx))
     rows = batch.logit_rows
@@ -46,6 +53,12 @@ def last_layer(sites: tuple[Site, ...], batch: Batch, residual: Tensor, q: Tenso
     if batch.logits is None:
         return (F.linear(hidden, head.model.lm_head),)
     return (torch.mm(hidden, head.model.lm_head.t(), out=batch.logits),)
+
+
+def _is_causal(kv: KVManager) -> bool:
+    """Whether attention of a fresh step is known to be causal over KVSink.fresh. An offer that
+    inherits a sink and has its own `attend` (a window, say) sees what it likes."""
+    return getattr(kv.attend, "__func__", None) in (Paged.attend, Contiguous.attend)
 
 
 def _attend_to_own(site: Site, batch: Batch, q_RHD: Tensor, lens_R: Tensor) -> Tensor:
