@@ -59,9 +59,7 @@ def _decode_int8_kernel(
     v_head = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     k_scale_head = k_scale_ptr + kv_head * BLOCK
     v_scale_head = v_scale_ptr + kv_head * BLOCK
-    if (
-        PDL
-    ):  # the first tile is on its way to L2 meanwhile: of whole blocks V's lines are K's
+    if PDL:  # the first tile is on its way to L2 meanwhile: of whole blocks V's lines are K's
         lines = tl.arange(0, LINES) * 128
         first = token_offsets(ids, begin, stride_block, BLOCK, TILE_N, D)
         first = tl.where(begin + tl.arange(0, TILE_N) < stop, first, 0)
