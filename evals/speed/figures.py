@@ -31,10 +31,11 @@ DUEL = "duel-vllm-qwen3-0.6b-h200.json"
 TUNED_DUEL = "duel-tuned-vllm-qwen3-0.6b-h200.json"
 OTHER_DUELS = ("duel-vllm-qwen3-4b-h200.json", "duel-vllm-qwen3-0.6b-h200-fast-host.json")
 PAGED, VLLM = {"paged": "ours"}, {"vllm": "vllm"}
-TUNED = {
-    "async off": "vllm:async_scheduling=false",
-    "capture to 4,096": "vllm:max_capture=4096",
-    "both": "vllm:max_capture=4096,async_scheduling=false",
+VLLM_SETTINGS = {
+    "as installed": (DUEL, "vllm"),
+    "async off": (DUEL, "vllm:async_scheduling=false"),
+    "capture to 4,096": (TUNED_DUEL, "vllm:max_capture=4096"),
+    "both": (TUNED_DUEL, "vllm:max_capture=4096,async_scheduling=false"),
 }
 LONG_CONTEXT = {kv: f"steps-32k-{kv}-qwen3-4b-h200.json" for kv in ("paged", "paged_int8")}
 
@@ -181,10 +182,10 @@ def closest_table(peers: Mapping[str, tuple[str, str]]) -> str:
     shared = [f for f in medians[next(iter(medians))] if all(f in of for of in medians.values())]
     rows = []
     for figure in shared:
-        ratios = {}
-        for name, (file, arm) in peers.items():
-            of = medians[file][figure]
-            ratios[name] = of["ours"] / of[arm]
+        ratios = {
+            name: medians[file][figure]["ours"] / medians[file][figure][arm]
+            for name, (file, arm) in peers.items()
+        }
         closest = min if "throughput" in figure else max
         name = closest(ratios, key=ratios.__getitem__)
         rows.append((figure, name, f"{ratios[name]:.3f}"))
@@ -220,14 +221,7 @@ def speed_tables() -> list[str]:
         columns_table(long_context, "paged"),
         host_table(record(HOST_PATH)),
         duel_table(DUEL, {**PAGED, "paged_int8": "outweigh:kv=paged_int8"}, VLLM),
-        closest_table(
-            {
-                "as installed": (DUEL, VLLM["vllm"]),
-                "async off": (DUEL, TUNED["async off"]),
-                "capture to 4,096": (TUNED_DUEL, TUNED["capture to 4,096"]),
-                "both": (TUNED_DUEL, TUNED["both"]),
-            }
-        ),
+        closest_table(VLLM_SETTINGS),
         *(duel_table(file, PAGED, VLLM) for file in OTHER_DUELS),
         *(text for name in results.names() for text in results.tables(name)),
     ]

@@ -62,8 +62,7 @@ class FullGraphs:
         self._limits = limits
         self._rows = rungs(limits.max_num_seqs, self.config.fine)
         longest = min(top, limits.max_model_len)
-        config = self.config
-        fresh = prompt_rungs(longest, config.fine_tokens, config.coarse_tokens)
+        fresh = prompt_rungs(longest, self.config.fine_tokens, self.config.coarse_tokens)
         self._fresh = tuple(n for n in fresh if n > 1)
         # Of max_model_len tokens the last is never a prompt's: it is there to be generated.
         whole = limits.max_num_batched_tokens
